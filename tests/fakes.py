@@ -147,39 +147,39 @@ class LedgerExecutor:
         samples: list[SampledToken] = []
         failures: list[TurnFailure] = []
         for start in iteration.started:
-            self._logs[start.turn_id] = list(start.context)
-            self._prefixes[start.turn_id] = prefixes_of(start.context)
+            self._logs[start.attempt_id] = list(start.context)
+            self._prefixes[start.attempt_id] = prefixes_of(start.context)
         staging = _Staging(self, iteration) if iteration.groups else None
         # Compute the slices in order, as an executor may.
         for index, piece in enumerate(iteration.slices):
-            turn_id = piece.turn_id
+            attempt_id = piece.attempt_id
             pages = self.device if staging is None else staging.pages_of(index)
             self._write(piece, pages)
             self._attend(piece, pages)
             if not piece.needs_token:
                 continue
-            sick = turn_id in self._sick_turns or turn_id in self.failing_turns
+            sick = attempt_id in self._sick_turns or attempt_id in self.failing_turns
             if sick or self._random.random() < self.failing:
-                self._sick_turns.add(turn_id)
-                self._sample(turn_id, piece.stop, 0)
-                failures.append(TurnFailure(turn_id, "NAN_LOGITS", "a row was NaN"))
+                self._sick_turns.add(attempt_id)
+                self._sample(attempt_id, piece.stop, 0)
+                failures.append(TurnFailure(attempt_id, "NAN_LOGITS", "a row was NaN"))
                 continue
-            token_id = next_token(self._prefixes[turn_id][piece.stop])
-            self._sample(turn_id, piece.stop, token_id)
+            token_id = next_token(self._prefixes[attempt_id][piece.stop])
+            self._sample(attempt_id, piece.stop, token_id)
             stopped = self.stops and ends_turn(token_id)
-            samples.append(SampledToken(turn_id, token_id, f" {token_id}", stopped))
+            samples.append(SampledToken(attempt_id, token_id, f" {token_id}", stopped))
         if staging is not None:
             staging.store_all()
-        for turn_id in iteration.ended:
-            self._logs.pop(turn_id, None)
-            self._prefixes.pop(turn_id, None)
+        for attempt_id in iteration.ended:
+            self._logs.pop(attempt_id, None)
+            self._prefixes.pop(attempt_id, None)
         self._launched.append(_Launched(iteration, samples, failures))
 
     def collect(self) -> Outcome:
         launched = self._launched.popleft()
         for failure in launched.failures:
-            self._failed_turns.add(failure.turn_id)
-            self._failed_turns |= self._spoiled_by.pop(failure.turn_id, set())
+            self._failed_turns.add(failure.attempt_id)
+            self._failed_turns |= self._spoiled_by.pop(failure.attempt_id, set())
         self._land_some()
         if not launched.iteration.slices and not self._landed and self._outstanding:
             self._land(self._random.choice(list(self._outstanding)))
@@ -213,29 +213,29 @@ class LedgerExecutor:
 
     # -- the ledger --
 
-    def _sample(self, turn_id: int, position: int, token_id: int) -> None:
-        log = self._logs[turn_id]
-        assert len(log) == position, f"turn {turn_id} samples position {position} of {len(log)}"
+    def _sample(self, attempt_id: int, position: int, token_id: int) -> None:
+        log = self._logs[attempt_id]
+        assert len(log) == position, f"turn {attempt_id} samples position {position} of {len(log)}"
         log.append(token_id)
-        prefixes = self._prefixes[turn_id]
+        prefixes = self._prefixes[attempt_id]
         prefixes.append(extend_prefix(prefixes[-1], token_id))
 
     def _write(self, piece: Slice, pages: list[list[Slot | None]]) -> None:
-        turn_id, start, stop = piece.turn_id, piece.start, piece.stop
-        known = self._logs[turn_id][start : start + len(piece.token_ids)]
-        assert piece.token_ids.tolist() == known, f"turn {turn_id} is given other token ids"
-        prefixes = self._prefixes[turn_id]
+        attempt_id, start, stop = piece.attempt_id, piece.start, piece.stop
+        known = self._logs[attempt_id][start : start + len(piece.token_ids)]
+        assert piece.token_ids.tolist() == known, f"turn {attempt_id} is given other token ids"
+        prefixes = self._prefixes[attempt_id]
         for position in range(start, stop):
             page = piece.page_table[position // self.chunk_tokens]
             for copy in self._outstanding.values() if pages is self.device else ():
                 if isinstance(copy, SwapIn) and copy.device_page == page:
                     assert position % self.chunk_tokens >= copy.num_slots, "written under a swap-in"
-            slot = (prefixes[position + 1], turn_id)
+            slot = (prefixes[position + 1], attempt_id)
             pages[page][position % self.chunk_tokens] = slot
 
     def _attend(self, piece: Slice, pages: list[list[Slot | None]]) -> None:
-        turn_id, stop = piece.turn_id, piece.stop
-        prefixes = self._prefixes[turn_id]
+        attempt_id, stop = piece.attempt_id, piece.stop
+        prefixes = self._prefixes[attempt_id]
         for index, page in enumerate(piece.page_table):
             if pages is self.device:
                 self._land_into(page)
@@ -243,17 +243,17 @@ class LedgerExecutor:
                 position = index * self.chunk_tokens + offset
                 if position >= stop:
                     break
-                assert slot is not None, f"turn {turn_id}: position {position} has no KV"
+                assert slot is not None, f"turn {attempt_id}: position {position} has no KV"
                 assert slot[0] == prefixes[position + 1], (
-                    f"turn {turn_id}: position {position} holds the KV of another prefix"
+                    f"turn {attempt_id}: position {position} holds the KV of another prefix"
                 )
-                assert slot[1] not in self._failed_turns or slot[1] == turn_id, (
+                assert slot[1] not in self._failed_turns or slot[1] == attempt_id, (
                     "KV of a failed turn is in use"
                 )
                 if slot[1] in self._sick_turns:
-                    self._sick_turns.add(turn_id)  # NaN spreads to each turn that attends to it
+                    self._sick_turns.add(attempt_id)  # NaN spreads to each turn that attends to it
                     if slot[1] < 0:
-                        self._spoiled_by.setdefault(turn_id, set()).add(slot[1])
+                        self._spoiled_by.setdefault(attempt_id, set()).add(slot[1])
                 self.num_attended += 1
 
     def _check_idle_page(self, page: int, tier: str) -> None:

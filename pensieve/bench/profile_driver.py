@@ -62,7 +62,7 @@ class Driver:
         self._tokens, self._index, self._copy_id = tokens, 0, 0
         sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=1 << 30)
         turns = range(1, limits.turns + PIECES_MAX + 1)
-        self._started = tuple(TurnStart(turn_id, tokens, sampling) for turn_id in turns)
+        self._started = tuple(TurnStart(attempt_id, tokens, sampling) for attempt_id in turns)
         self._made: dict[ProfilePoint, tuple[Slice, ...]] = {}
         self._fill()
 
@@ -113,13 +113,15 @@ class Driver:
             for start, stop in point.spans:
                 is_decode = stop - start == 1
                 num_pieces += not is_decode
-                turn_id = self._limits.turns + num_pieces
+                attempt_id = self._limits.turns + num_pieces
                 if is_decode:
-                    turn_id = len(made) - num_pieces + 1
+                    attempt_id = len(made) - num_pieces + 1
                 num_pages = -(-stop // self._limits.chunk_tokens)
                 table = array("i", self._pages[first_page : first_page + num_pages])
                 first_page += num_pages
-                made.append(Slice(turn_id, start, stop, self._tokens[start:stop], table, is_decode))
+                made.append(
+                    Slice(attempt_id, start, stop, self._tokens[start:stop], table, is_decode)
+                )
             self._made[point] = tuple(made)
         return self._made[point]
 

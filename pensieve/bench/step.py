@@ -136,14 +136,14 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
 class Generating:
     """One turn of the batch."""
 
-    turn_id: int
+    attempt_id: int
     row: int  # in the batch
     tokens: array[int]  # 'I'
     page_table: array[int]  # 'i'
 
     def slice(self, start: int, stop: int, needs_token: bool) -> Slice:
         return Slice(
-            self.turn_id, start, stop, self.tokens[start:stop], self.page_table, needs_token
+            self.attempt_id, start, stop, self.tokens[start:stop], self.page_table, needs_token
         )
 
 
@@ -170,7 +170,7 @@ class Bench:
         pages = torch.arange(self._memory.device_pages).view(self._pages_of_each, -1)[:, index]
         self._num_turns += 1
         turn = Generating(self._num_turns, index, array("I", prompt), array("i", pages.tolist()))
-        self._started.append(TurnStart(turn.turn_id, turn.tokens[:], Sampling()))
+        self._started.append(TurnStart(turn.attempt_id, turn.tokens[:], Sampling()))
         return turn
 
     def prompt(self, length: int) -> list[int]:
@@ -192,11 +192,11 @@ class Bench:
         self._executor.launch(iteration)
         outcome = self._executor.collect()
         took = time.perf_counter() - began
-        by_id = {turn.turn_id: turn for turn in turns}
+        by_id = {turn.attempt_id: turn for turn in turns}
         if outcome.failures:
             raise PensieveError(outcome.failures[0].message)
         for sample in outcome.samples:
-            by_id[sample.turn_id].tokens.append(sample.token_id)
+            by_id[sample.attempt_id].tokens.append(sample.token_id)
         return took
 
     def prefill(self, turns: Sequence[Generating], at_once: int = 512) -> None:

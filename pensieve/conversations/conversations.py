@@ -391,11 +391,11 @@ class Conversations:
         for event in events:
             if isinstance(event, SampledToken):
                 if (live := self.turns.take(event)) is not None:
-                    longer[event.turn_id] = live
+                    longer[event.attempt_id] = live
             elif isinstance(event, TurnEnded):
                 self.ends.engine_ended(event)
             elif isinstance(event, TurnAdmitted):
-                if (live := self.turns.admit(event.turn_id, event.missing_tokens)) is not None:
+                if (live := self.turns.admit(event.attempt_id, event.missing_tokens)) is not None:
                     self._events.admitted(live, event.missing_tokens)
             else:
                 self._threads.spawn(self._provide_log(event))
@@ -419,8 +419,8 @@ class Conversations:
             if not isinstance(error, PensieveError):  # a bug
                 log.exception("the engine could not be sent a conversation's log")
                 error = TurnFailed("INTERNAL", f"the log could not be read: {error}")
-            live = self.turns.of_number(needed.turn_id)
+            live = self.turns.of_attempt(needed.attempt_id)
             if live is not None:
                 self.ends.give_up(live, error)
             else:
-                self._engine.tell(CancelTurn(needed.turn_id, 0))  # a warm
+                self._engine.tell(CancelTurn(needed.attempt_id, 0))  # a warm

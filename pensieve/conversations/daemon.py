@@ -45,7 +45,7 @@ from pensieve.conversations.meter import Meter
 from pensieve.conversations.ownership import Claims, StaleConversations
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
-from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
+from pensieve.conversations.turns import BACKGROUND_ATTEMPT_ID_MIN
 from pensieve.conversations.unstored import checked
 from pensieve.core.turn import TurnOptions
 from pensieve.engine import messages as box
@@ -362,9 +362,9 @@ class Daemon:
 
     def _on_events(self, events: list[box.EngineTurnEvent]) -> None:
         if self._conversations is not None:
-            self.meter.took(events, self._conversations.turns.of_number)
+            self.meter.took(events, self._conversations.turns.of_attempt)
             self._conversations.take(
-                [event for event in events if event.turn_id < BACKGROUND_NUMBER_MIN]
+                [event for event in events if event.attempt_id < BACKGROUND_ATTEMPT_ID_MIN]
             )
 
     def _on_down(self, reason: str) -> None:

@@ -78,8 +78,8 @@ class TurnFollowers:
         Then `live.withheld` may have more text. Raises the error of a failed turn.
         """
         follower = Follower(live, asyncio.Event(), asyncio.current_task())
-        self._followers.setdefault(live.number, []).append(follower)
-        self._cancel_grace(live.number)
+        self._followers.setdefault(live.attempt_id, []).append(follower)
+        self._cancel_grace(live.attempt_id)
         try:
             while True:
                 follower.wake.clear()
@@ -94,10 +94,10 @@ class TurnFollowers:
                 else:
                     await follower.wake.wait()
         finally:
-            followers = self._followers[live.number]
+            followers = self._followers[live.attempt_id]
             followers.remove(follower)
             if not followers:
-                del self._followers[live.number]
+                del self._followers[live.attempt_id]
                 self.start_grace(live)
         if live.failure is not None:
             raise live.failure
@@ -106,12 +106,12 @@ class TurnFollowers:
 
     def start_grace(self, live: LiveTurn) -> None:
         """Start the grace period of a turn, unless it has a follower or has ended."""
-        if live.finish is None and live.number not in self._followers:
-            self._cancel_grace(live.number)
+        if live.finish is None and live.attempt_id not in self._followers:
+            self._cancel_grace(live.attempt_id)
             self._step_of_grace(live, GRACE_STEPS, self._loop.time())
 
     def has_follower(self, live: LiveTurn) -> bool:
-        return live.number in self._followers
+        return live.attempt_id in self._followers
 
     @property
     def num_undelivered_tokens(self) -> int:
@@ -153,12 +153,12 @@ class TurnFollowers:
         now, step = self._loop.time(), self._limits.grace_seconds / GRACE_STEPS
         is_late = now - due > step
         if num_left > 0 or (is_late and num_left > -GRACE_STEPS):
-            self._graces[live.number] = self._loop.call_at(
+            self._graces[live.attempt_id] = self._loop.call_at(
                 now + step, self._step_of_grace, live, num_left - 1, now + step
             )
             return
-        self._graces.pop(live.number, None)
-        if live.finish is None and live.number not in self._followers:
+        self._graces.pop(live.attempt_id, None)
+        if live.finish is None and live.attempt_id not in self._followers:
             log.info("a turn is given up: its client did not come back", extra=ids_of(live))
             self._give_up(live)
 

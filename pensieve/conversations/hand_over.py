@@ -10,9 +10,9 @@
 
 **Wrong KV is never adopted.** Each side has an identity: which model and code computed its KV, and how the KV
 is stored (launch/kv_compatibility.py, and the fingerprint of model, tokenizer and template). The receiver
-refuses KV of any other identity. Each part has a digest of its tokens, which the receiver compares with its own log.
-Each chunk has a CRC, which the engine checks. The receiver tells the engine of the import before it reads the
-log. So if the conversation changes after that, the engine ends the import (engine/hand_over.py).
+refuses KV of any other identity. Each part has a digest of its tokens, which the receiver compares with its
+own log. Each chunk has a CRC, which the engine checks. The receiver tells the engine of the import before it
+reads the log. So if the conversation changes after that, the engine ends the import (engine/hand_over.py).
 
 **No turn waits longer than computing would take.** The deadline of the whole pull is the predicted time to
 compute the KV. A part that is already on its way to the engine at the deadline is still adopted.

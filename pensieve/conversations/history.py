@@ -305,7 +305,7 @@ class History:
             log = array("I")
         if len(log) != needed.num_tokens:
             raise TurnInterrupted("the conversation changed before the turn could run")
-        return ProvideLog(needed.turn_id, log.tobytes())
+        return ProvideLog(needed.attempt_id, log.tobytes())
 
     # -- a turn begins --
 

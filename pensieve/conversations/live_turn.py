@@ -179,7 +179,7 @@ class LiveTurn:
     stopped: bool = False  # a client has stopped it
     kept: int | None = None  # number of tokens that a stop has kept; None: all
     tenant: str = ""
-    number: int = 0  # the engine's `turn_id`; each attempt has another number
+    attempt_id: int = 0  # the engine's id; each attempt at the turn has another one
     request_id: str = ""
     first_revision: int = 0  # of the conversation before the turn
     attempt: int = 1

@@ -70,7 +70,7 @@ class Meter:
             if isinstance(event, SampledToken):
                 num_tokens += 1
             elif isinstance(event, TurnEnded):
-                self._add(event.usage, turn_of(event.turn_id))
+                self._add(event.usage, turn_of(event.attempt_id))
         self.generation_tokens += num_tokens
 
     def turn_ended(self, live: LiveTurn, now: float) -> None:

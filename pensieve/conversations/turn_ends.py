@@ -131,7 +131,7 @@ class TurnEnds:
         if live.phase is not TurnPhase.RUNNING:
             return
         live.move_to(TurnPhase.GIVING_UP)
-        self._engine.tell(CancelTurn(live.number, live.history_tokens))
+        self._engine.tell(CancelTurn(live.attempt_id, live.history_tokens))
         finish = FinishReason.FAILED
         if failure is None:
             failure, finish = TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED
@@ -153,8 +153,8 @@ class TurnEnds:
 
     def engine_ended(self, ended: TurnEnded) -> None:
         """Handle the end of a turn or a warm in the engine."""
-        number, reason = ended.turn_id, ended.failure or "FAILED"
-        live = self._turns.of_number(number)
+        number, reason = ended.attempt_id, ended.failure or "FAILED"
+        live = self._turns.of_attempt(number)
         if reason == "ENGINE_FAILED":  # a failing engine ends all turns before its process exits
             self._engine_has_failed = True
             if live is not None and self._dies_of(live):
@@ -185,7 +185,7 @@ class TurnEnds:
 
     def _tell_to_stop(self, live: LiveTurn) -> None:
         num_tokens = live.history_tokens + live.prompt_tokens + live.num_tokens
-        self._engine.tell(CancelTurn(live.number, num_tokens))
+        self._engine.tell(CancelTurn(live.attempt_id, num_tokens))
 
     def _dies_of(self, live: LiveTurn) -> bool:
         """Count a death of the engine for a turn that it had. Return True if the turn has too many deaths."""
@@ -231,7 +231,7 @@ class TurnEnds:
         live.move_to(TurnPhase.ENDED)
         live.failure = failure
         live.finish = finish
-        self._followers.wake(live.number)
+        self._followers.wake(live.attempt_id)
         self._events.ended(live, self._threads.loop.time())
 
     def _charge(self, live: LiveTurn) -> None:

@@ -4,8 +4,7 @@
 
 * A turn is registered when the event loop learns that the store has its `running` row. It is removed when its
   end is in the store and its followers can see the end (turn_ends.py).
-* Each attempt of a turn has a different number, so events of an attempt that was given up find no turn. The
-  engine's messages call this number `turn_id` (engine/messages.py).
+* Each attempt at a turn has another `attempt_id`, so events of an attempt that was given up find no turn.
 * A warm is a request to compute KV in advance (`Warmer` in declared_prefixes.py). It is not a live turn. It
   counts for its tenant from `begin_warm` until the engine has ended it or has died.
 """
@@ -32,7 +31,7 @@ from pensieve.errors import Unavailable
 from pensieve.guard.limits import Counts
 from pensieve.text import PartMarker, Tokenizer
 
-BACKGROUND_NUMBER_MIN = 1 << 40  # first number of batch jobs' turns; other turns begin at 1
+BACKGROUND_ATTEMPT_ID_MIN = 1 << 40  # first attempt_id of batch jobs' turns; other turns begin at 1
 DEATHS_ALONE, DEATHS_MAX = 2, 3
 # Records of turns that are never retried accumulate. Beyond this number, the oldest records are forgotten.
 RECORDS_MAX = 10_000
@@ -92,13 +91,13 @@ class Turns:
         """`engine_since`: when the engine started (wall clock)."""
         self.tokenizer = tokenizer
         self._engine_since = engine_since
-        self._live: dict[int, LiveTurn] = {}  # by number
+        self._live: dict[int, LiveTurn] = {}  # by attempt_id
         self._unadmitted: dict[int, LiveTurn] = {}  # the engine has no room for them yet
         self._begun: dict[int, LiveTurn] = {}  # admitted, and without a token
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant = Counts[str]()
-        self._numbers = count(1)
-        self._warms: dict[int, _Warm] = {}  # by number
+        self._attempt_ids = count(1)
+        self._warms: dict[int, _Warm] = {}  # by attempt_id
         self._num_warms = Counts[tuple[str, str]]()
         self._num_counted = 0
         self.suspects = Suspects()
@@ -164,8 +163,8 @@ class Turns:
         """Return the live turn with this request_id, whatever its content and phase."""
         return self._of_request.get((tenant, conversation_id, request_id))
 
-    def of_number(self, number: int) -> LiveTurn | None:
-        return self._live.get(number)
+    def of_attempt(self, attempt_id: int) -> LiveTurn | None:
+        return self._live.get(attempt_id)
 
     def of_turn(self, turn_id: int) -> LiveTurn | None:
         """Return a turn's latest live attempt. An attempt that was given up may still be ending."""
@@ -175,18 +174,18 @@ class Turns:
     # -- a turn's life --
 
     def begin_warm(self, conversation_id: str, tenant: str, *, counts: bool = True) -> int:
-        """Register a warm and return its number. `counts`: whether it counts for its tenant."""
-        number = next(self._numbers)
-        self._warms[number] = _Warm(tenant, conversation_id, counts)
+        """Register a warm and return its attempt_id. `counts`: whether it counts for its tenant."""
+        attempt_id = next(self._attempt_ids)
+        self._warms[attempt_id] = _Warm(tenant, conversation_id, counts)
         if counts:
             self._num_counted += 1
             self._num_warms[tenant, conversation_id] += 1
             self._num_of_tenant[tenant] += 1
-        return number
+        return attempt_id
 
-    def end_warm(self, number: int) -> str | None:
+    def end_warm(self, attempt_id: int) -> str | None:
         """Remove a warm that has ended or was never sent, and return its tenant; None: no such warm."""
-        if (warm := self._warms.pop(number, None)) is None:
+        if (warm := self._warms.pop(attempt_id, None)) is None:
             return None
         if warm.counts:
             self._num_counted -= 1
@@ -200,7 +199,7 @@ class Turns:
         """Make a begun turn live; return it with the message that submits it to the engine."""
         turn = begun.turn
         submit = replace(
-            begun.submit, turn_id=next(self._numbers), share=turn.tenant, weight=weight
+            begun.submit, attempt_id=next(self._attempt_ids), share=turn.tenant, weight=weight
         )
         live = LiveTurn(
             turn.turn_id,
@@ -212,7 +211,7 @@ class Turns:
             tenant=turn.tenant,
             weight=weight,
             priority=submit.options.priority,
-            number=submit.turn_id,
+            attempt_id=submit.attempt_id,
             request_id=turn.request_id,
             first_revision=begun.first_revision,
             attempt=turn.attempts,
@@ -236,11 +235,11 @@ class Turns:
 
         `turn_id` is negative.
         """
-        number = next(self._numbers)
+        attempt_id = next(self._attempt_ids)
         submit = replace(
             submit,
-            turn_id=number,
-            conversation_id=unstored_key(tenant, number),
+            attempt_id=attempt_id,
+            conversation_id=unstored_key(tenant, attempt_id),
             share=tenant,
             weight=weight,
         )
@@ -253,7 +252,7 @@ class Turns:
             tenant=tenant,
             weight=weight,
             priority=submit.options.priority,
-            number=number,
+            attempt_id=attempt_id,
             recompute_reason=RecomputeReason.DROPPED,
             marker=PartMarker(self.tokenizer, prompt_end),
         )
@@ -266,13 +265,13 @@ class Turns:
                 "the engine died twice with this turn, so it must run alone; retry later"
             )
 
-    def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
+    def admit(self, attempt_id: int, missing_tokens: int = 0) -> LiveTurn | None:
         """Record that the engine has room for a turn. Return the turn, or None if it is not live."""
-        live = self._unadmitted.pop(number, None)
+        live = self._unadmitted.pop(attempt_id, None)
         if live is not None:
             live.admitted = True
             live.cached_tokens = live.history_tokens + live.prompt_tokens - missing_tokens
-            self._begun[number] = live
+            self._begun[attempt_id] = live
         return live
 
     def take(self, token: SampledToken) -> LiveTurn | None:
@@ -280,31 +279,31 @@ class Turns:
 
         Return the turn, or None if it is not live.
         """
-        live = self._live.get(token.turn_id)
-        self._begun.pop(token.turn_id, None)
+        live = self._live.get(token.attempt_id)
+        self._begun.pop(token.attempt_id, None)
         if live is not None and live.phase is TurnPhase.RUNNING and not live.stopped:
             live.take(token)
         return live
 
     def end_warms(self) -> None:
         """Remove all warms, because the engine is gone."""
-        for number in list(self._warms):
-            self.end_warm(number)
+        for attempt_id in list(self._warms):
+            self.end_warm(attempt_id)
 
     def engine_started(self, now: float) -> None:
         """Note that a new engine has started, so all KV is lost."""
         self._engine_since = now
 
     def add(self, live: LiveTurn) -> None:
-        self._live[live.number] = self._unadmitted[live.number] = live
+        self._live[live.attempt_id] = self._unadmitted[live.attempt_id] = live
         self._num_of_tenant[live.tenant] += 1
 
     def remove(self, live: LiveTurn) -> None:
         """Remove a turn that has ended."""
-        if self._live.pop(live.number, None) is not None:
+        if self._live.pop(live.attempt_id, None) is not None:
             self._num_of_tenant[live.tenant] -= 1
-        self._unadmitted.pop(live.number, None)
-        self._begun.pop(live.number, None)
+        self._unadmitted.pop(live.attempt_id, None)
+        self._begun.pop(live.attempt_id, None)
         key = (live.tenant, live.conversation_id, live.request_id)
         if self._of_request.get(key) is live:  # a recreated conversation may have another turn here
             del self._of_request[key]

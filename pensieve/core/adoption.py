@@ -67,7 +67,7 @@ class Adoption:
         conversation = self._tree.conversations.get(conversation_id)
         if conversation is None:
             conversation = self._begun(conversation_id, log, first_chunk, slots, now)
-        if conversation.turn_id is not None:
+        if conversation.attempt_id is not None:
             return []
         chunks = conversation.chunks()
         adopted: list[Adopted] = []

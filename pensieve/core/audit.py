@@ -42,7 +42,7 @@ def _audit_paths(tree: PrefixTree) -> dict[Branch, set[CachedConversation]]:
             assert branch.chunks, f"{branch} is empty"
             end = branch.end
             holders_of.setdefault(branch, set()).add(conversation)
-        if conversation.turn_id is None:
+        if conversation.attempt_id is None:
             num_chunks = -(-conversation.num_tokens // tree.chunk_tokens)
             assert num_chunks == end, f"{conversation} holds {end} chunks, not {num_chunks}"
     return holders_of
@@ -58,7 +58,7 @@ def _audit_branches(holders_of: dict[Branch, set[CachedConversation]]) -> int:
     for branch, holders in holders_of.items():
         assert set(branch.holders) == holders, f"{branch} is held by {holders}"
         assert branch.num_children == num_children.get(branch, 0), f"{branch} lost a child"
-        num_running = sum(holder.turn_id is not None for holder in holders)
+        num_running = sum(holder.attempt_id is not None for holder in holders)
         assert branch.num_running == num_running, f"{branch} is pinned {branch.num_running} times"
         num_streamed = sum(holder.is_streamed for holder in holders)
         assert branch.num_streamed == num_streamed, (
@@ -137,8 +137,10 @@ def audit_turns(
         (TurnState.QUEUED, turns.queued),
     ):
         for turn in in_state:
-            assert turn.state is state, f"turn {turn.turn_id} is {turn.state}, not {state}"
-            assert turns.every.get(turn.turn_id) is turn, f"turn {turn.turn_id} is not registered"
+            assert turn.state is state, f"turn {turn.attempt_id} is {turn.state}, not {state}"
+            assert turns.every.get(turn.attempt_id) is turn, (
+                f"turn {turn.attempt_id} is not registered"
+            )
     num_turns = len(turns.running) + len(turns.suspended) + len(turns.queued)
     assert len(turns.every) == num_turns, "a turn is in no state, or in two"
     assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"
@@ -149,24 +151,26 @@ def audit_turns(
         )
         _audit_pages_of(turn, conversation, chunk_tokens)
     for conversation in conversations.values():
-        if conversation.turn_id is None:
+        if conversation.attempt_id is None:
             known = len(conversation.log)
             assert known >= conversation.num_tokens, f"{conversation} has a log of {known}"
         else:
-            assert conversation.turn_id in turns.running, f"{conversation} runs a turn that is gone"
+            assert conversation.attempt_id in turns.running, (
+                f"{conversation} runs a turn that is gone"
+            )
 
 
 def _audit_pages_of(turn: Turn, conversation: CachedConversation, chunk_tokens: int) -> None:
-    assert conversation.turn_id == turn.turn_id, f"{conversation} does not know its turn"
+    assert conversation.attempt_id == turn.attempt_id, f"{conversation} does not know its turn"
     held = conversation.chunks()
-    assert turn.chunks == held, f"turn {turn.turn_id} and its conversation disagree"
+    assert turn.chunks == held, f"turn {turn.attempt_id} and its conversation disagree"
     pages = [chunk.host_page if turn.streamed else chunk.device_page for chunk in held]
     assert turn.page_table.tolist() == pages, "a page moved"
     position = 0
     for chunk in turn.chunks:
         end = min((chunk.index + 1) * chunk_tokens, turn.frontier)
         assert chunk.index * chunk_tokens + chunk.filled >= end, (
-            f"turn {turn.turn_id} believes that {chunk} is filled up to {turn.frontier}"
+            f"turn {turn.attempt_id} believes that {chunk} is filled up to {turn.frontier}"
         )
         position = end
     assert turn.frontier <= position or not turn.chunks

@@ -141,7 +141,7 @@ class KVCache:
             return
         conversation = self.conversations.get(turn.conversation_id)
         if conversation is not None:
-            if conversation.turn_id is not None:  # its last turn has an uncommitted slice
+            if conversation.attempt_id is not None:  # its last turn has an uncommitted slice
                 turn.own_tokens = turn.history_tokens
                 return
             turn.own_tokens = min(conversation.num_tokens, turn.history_tokens)
@@ -235,7 +235,7 @@ class KVCache:
         `away_seconds`: how long the client expects to be away. The retention policy uses this value.
         """
         conversation = self.conversations[turn.conversation_id]
-        assert conversation.turn_id == turn.turn_id
+        assert conversation.attempt_id == turn.attempt_id
         size = self.config.chunk_tokens
         num_computed = 0  # positions from here on have no KV
         for chunk in reversed(turn.chunks):
@@ -245,7 +245,7 @@ class KVCache:
         is_temporary = turn.is_temporary and turn.finish is not None
         if is_temporary:  # even if it was cancelled, the chunks that it has found are right
             keep_tokens = max(keep_tokens, min(turn.found_tokens, num_computed))
-        conversation.turn_id = None
+        conversation.attempt_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
         if turn.finish is not None and not turn.is_background:  # not suspended
             ended = EndedTurn(
@@ -287,7 +287,7 @@ class KVCache:
         """
         unsettled, self._unsettled = self._unsettled, []
         for conversation, has_twins in unsettled:
-            if conversation.turn_id is not None or conversation.leaf is None:
+            if conversation.attempt_id is not None or conversation.leaf is None:
                 continue
             found = self.content.for_ended(conversation, has_twins)
             if found is not None:
@@ -368,7 +368,7 @@ class KVCache:
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
         conversation = self.conversations.get(conversation_id)
         if conversation is not None:
-            assert conversation.turn_id is None, f"{conversation} runs {conversation.turn_id}"
+            assert conversation.attempt_id is None, f"{conversation} runs {conversation.attempt_id}"
             del conversation.log[num_tokens:]
             if conversation.identities is not None:
                 conversation.identities.cut(num_tokens)
@@ -451,7 +451,9 @@ class KVCache:
         conversation = self.conversations.get(turn.conversation_id)
         if conversation is None:
             conversation = CachedConversation(turn.conversation_id, now)
-        assert conversation.turn_id is None, f"{conversation} already runs {conversation.turn_id}"
+        assert conversation.attempt_id is None, (
+            f"{conversation} already runs {conversation.attempt_id}"
+        )
         resumes = turn.usage.admitted_at is not None
         kept_max = len(turn.tokens) if resumes else max(turn.history_tokens, turn.found_tokens)
         if conversation.num_tokens > kept_max:
@@ -465,7 +467,7 @@ class KVCache:
     def _began(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
         """Note that the turn holds its pages."""
         self.conversations[turn.conversation_id] = conversation
-        conversation.turn_id = turn.turn_id
+        conversation.attempt_id = turn.attempt_id
         conversation.log = turn.tokens  # it grows until the turn gives up its pages
         conversation.identities, conversation.is_temporary = turn.identities, False
         resumes = turn.usage.admitted_at is not None
@@ -618,7 +620,7 @@ def _superfluous(branch: Branch, conversation: CachedConversation) -> list[Cache
         each
         for each in dict.fromkeys((*oldest, *recent))
         if each.leaf is branch
-        and each.turn_id is None
+        and each.attempt_id is None
         and each is not conversation
         and (
             (each.is_temporary and each.num_tokens <= conversation.num_tokens)

@@ -145,7 +145,7 @@ class ContentIndex:
                 continue  # the rest of its log may be of another root
             # A resting conversation may use less of its last chunk than its log and the chunk have. The last
             # token of a running conversation may be without KV.
-            known = len(holder.log) - 1 if holder.turn_id is not None else holder.num_tokens
+            known = len(holder.log) - 1 if holder.attempt_id is not None else holder.num_tokens
             count = _num_common(rest, holder.log[start : min(start + len(rest), known)])
             if start + count > best.num_tokens:
                 chunks = holder.chunks()

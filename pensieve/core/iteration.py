@@ -45,7 +45,7 @@ from pensieve.sampling import Sampling
 class TurnStart(NamedTuple):
     """What an executor must know about a turn until it ends."""
 
-    turn_id: int
+    attempt_id: int
     context: array[int]  # 'I': token ids of the conversation's log and of the prompt
     sampling: Sampling
     constraint: Constraint | None = None
@@ -55,7 +55,7 @@ class TurnStart(NamedTuple):
 class Slice(NamedTuple):
     """Positions [start, stop) of a turn. They attend to all positions before them."""
 
-    turn_id: int
+    attempt_id: int
     start: int
     stop: int
     token_ids: array[int]  # 'I': tokens of these positions; without the last token if it is awaited
@@ -148,7 +148,7 @@ class SampledToken:
     This record goes from the executor through the core and over the pipe to the turn's readers.
     """
 
-    turn_id: int
+    attempt_id: int
     token_id: int
     text: str = ""
     stopped: bool = False  # ends the reply: an end-of-turn token, stop token or stop string
@@ -161,7 +161,7 @@ CONSTRAINT_FAILED = "CONSTRAINT_FAILED"
 
 
 class TurnFailure(NamedTuple):
-    turn_id: int
+    attempt_id: int
     reason: str  # NAN_LOGITS, CONSTRAINT_FAILED, ...
     message: str
 

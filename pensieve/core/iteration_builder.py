@@ -52,7 +52,7 @@ class IterationBuilder:
         self.predicted_seconds = 0.0  # prediction for the whole iteration; 0: unknown
         self._cost, self._copy_seconds = config.cost, config.copy_seconds
         self._pairs = self._keys = self._num_ones = 0  # see `Work`
-        self.streamed: dict[int, Turn] = {}  # streamed turns with a slice, by turn_id
+        self.streamed: dict[int, Turn] = {}  # streamed turns with a slice, by attempt_id
         self.num_staged = 0  # pages of the streamed turns
         self.slices: list[Slice] = []
         self.groups: tuple[PageGroup, ...] = ()  # groups of the streamed turns' slices
@@ -91,7 +91,7 @@ class IterationBuilder:
         if turn.streamed:
             self.filled_before[last] = last.filled
             last.host_filled += 1
-            self.streamed[turn.turn_id] = turn
+            self.streamed[turn.attempt_id] = turn
             self.num_staged += len(chunks)
         elif last.filled == self._size - 1:
             self.filled_before[last] = last.filled
@@ -109,7 +109,7 @@ class IterationBuilder:
         token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
         # Faster than `Slice(...)`. Every generating turn needs a slice.
         self.slices.append(
-            _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
+            _new_tuple(Slice, (turn.attempt_id, start, num_tokens, token_ids, pages, True, is_last))
         )
         self.num_tokens_left -= 1
 
@@ -251,7 +251,7 @@ class IterationBuilder:
         self.num_tokens_left -= num_tokens
         if num_tokens:
             if turn.streamed:
-                self.streamed[turn.turn_id] = turn
+                self.streamed[turn.attempt_id] = turn
                 self.num_staged += -(-position // size)
             turn.num_uncommitted += 1
             self.turns.append(turn)
@@ -268,7 +268,7 @@ class IterationBuilder:
         _, self._pairs, self._keys, self._num_ones = work
         self.seconds_added += self._cost.piece_seconds(start, stop)
         return Slice(
-            turn.turn_id,
+            turn.attempt_id,
             start,
             stop,
             turn.tokens[start:stop],

@@ -35,7 +35,7 @@ class MicroBatches:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages, self._cost = config.stages, config.cost
-        self._chosen: dict[int, int] = {}  # by turn_id: number of its latest choice
+        self._chosen: dict[int, int] = {}  # by attempt_id: number of its latest choice
         self._num_chosen = 0
 
     def chosen(
@@ -53,26 +53,26 @@ class MicroBatches:
         ready = [turn for turn in turns if not turn.pending_tokens]
         generating = [turn for turn in turns if turn.pending_tokens or not turn.is_prefill]
         builder.others_generate |= len(ready) < len(turns)
-        self._chosen = {each.turn_id: self._chosen.get(each.turn_id, 0) for each in running}
+        self._chosen = {each.attempt_id: self._chosen.get(each.attempt_id, 0) for each in running}
         added = self._added_seconds(generating)
         share, taken = sum(added.values()) / self._stages, 0.0
         there: set[int] = set()
-        for turn in sorted(ready, key=lambda each: self._chosen[each.turn_id]):
-            if turn.turn_id not in added:
-                there.add(turn.turn_id)  # a prefill
-            elif not taken or taken + added[turn.turn_id] / 2 <= share:
-                taken += added[turn.turn_id]
-                there.add(turn.turn_id)
+        for turn in sorted(ready, key=lambda each: self._chosen[each.attempt_id]):
+            if turn.attempt_id not in added:
+                there.add(turn.attempt_id)  # a prefill
+            elif not taken or taken + added[turn.attempt_id] / 2 <= share:
+                taken += added[turn.attempt_id]
+                there.add(turn.attempt_id)
                 self._num_chosen += 1
-                self._chosen[turn.turn_id] = self._num_chosen
-        return [turn for turn in ready if turn.turn_id in there]
+                self._chosen[turn.attempt_id] = self._num_chosen
+        return [turn for turn in ready if turn.attempt_id in there]
 
     def _added_seconds(self, turns: Sequence[Turn]) -> dict[int, float]:
-        """Predict the seconds that each turn adds to an iteration, by turn_id; all are positive."""
+        """Predict the seconds that each turn adds to an iteration, by attempt_id; all are positive."""
         predict, most = self._cost.pass_seconds, len(turns)
         of_a_token = (predict(most, 0, 0, most) - predict(1, 0, 0, 1)) / max(most - 1, 1)
         added = {
-            each.turn_id: of_a_token
+            each.attempt_id: of_a_token
             + self._cost.attention_seconds(len(each.tokens), len(each.tokens))
             for each in turns
         }

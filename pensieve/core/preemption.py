@@ -63,14 +63,14 @@ class Preemption:
     def began(self, turn: Turn) -> None:
         """Note that a turn runs."""
         level = PRIORITY_MIN - 1 if turn.warm else turn.level
-        place = self._places[turn.turn_id] = (turn.share, level)
+        place = self._places[turn.attempt_id] = (turn.share, level)
         self._num_running[place] += 1
         if turn is self.claimant:
             self.claimant = None
 
     def ended(self, turn: Turn) -> None:
         """Note that a turn has given up its place, or has ended without a place."""
-        if (place := self._places.pop(turn.turn_id, None)) is not None:
+        if (place := self._places.pop(turn.attempt_id, None)) is not None:
             self._num_running[place] -= 1
             if not self._num_running[place]:
                 del self._num_running[place]
@@ -82,11 +82,13 @@ class Preemption:
         assert self._places.keys() == running.keys(), (
             "the turns with a place are not the running turns"
         )
-        for turn_id, (share, _) in self._places.items():
-            assert share == running[turn_id].share, f"turn {turn_id} has another share's place"
+        for attempt_id, (share, _) in self._places.items():
+            assert share == running[attempt_id].share, (
+                f"turn {attempt_id} has another share's place"
+            )
         counts = dict(Counter(self._places.values()))  # plain, so that a count of zero differs
         assert dict(self._num_running) == counts, "running turns are miscounted"
-        claims = self.claimant is not None and self.claimant.turn_id in running
+        claims = self.claimant is not None and self.claimant.attempt_id in running
         assert not claims, "a turn that runs still claims a place"
 
     def is_impossible(self, suspended: Collection[Turn]) -> bool:
@@ -140,7 +142,7 @@ class Preemption:
     ) -> list[Turn]:
         """Return the victims for a turn that lacks `pages_over` pages, `spare` of which are optional."""
         by_pages = pages_over > 0  # otherwise the turn lacks a place
-        left = {turn.turn_id: turn for turn in running}
+        left = {turn.attempt_id: turn for turn in running}
         if by_pages:  # streamed turns hold no device pages
             running = [turn for turn in running if not turn.streamed]
         held = _held(running, by_pages)
@@ -178,7 +180,7 @@ class Preemption:
                 return chosen if enough else []
             victim = by_share[share].pop()
             chosen.append(victim)
-            del left[victim.turn_id]
+            del left[victim.attempt_id]
             held[share] -= (len(victim.chunks) if by_pages else 1) / victim.weight
             for branch in self._cache.path_of(victim):
                 num_holders[branch] -= 1

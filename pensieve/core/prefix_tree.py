@@ -129,6 +129,7 @@ class CachedConversation:
     """A conversation in the cache: its path of chunks, and when it was last active."""
 
     __slots__ = (
+        "attempt_id",
         "conversation_id",
         "factor",
         "identities",
@@ -139,7 +140,6 @@ class CachedConversation:
         "log",
         "num_tokens",
         "ratio",
-        "turn_id",
     )
 
     def __init__(self, conversation_id: str, now: float) -> None:
@@ -152,7 +152,7 @@ class CachedConversation:
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others it is to return; from the policy
         self.factor = 1.0  # its weight is multiplied by this (at most 1); from the policy
-        self.turn_id: int | None = None  # the turn that holds its pages
+        self.attempt_id: int | None = None  # the turn that holds its pages
         self.is_streamed = False  # that turn holds host pages
 
     def path(self) -> list[Branch]:
@@ -374,7 +374,7 @@ class PrefixTree:
         # While the source runs a turn, its `num_tokens` may be outdated, so all its chunks count. This is
         # safe, because callers fork only committed positions.
         held = source.num_tokens
-        if source.turn_id is not None:
+        if source.attempt_id is not None:
             held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
         # If a cut of the source is pending, its log is already cut, but its chunks are not.
         target.num_tokens = min(num_tokens, held, len(source.log))
@@ -482,7 +482,7 @@ class PrefixTree:
             self._remove(branch)
             is_held_by_others = parent is not None and len(parent.holders) > len(holders)
             for conversation in holders:
-                if conversation.turn_id is None:
+                if conversation.attempt_id is None:
                     if is_held_by_others and conversation.identities is not None:
                         self.truncate(conversation, 0, now)
                     self.forget_if_empty(conversation)

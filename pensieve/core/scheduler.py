@@ -121,9 +121,9 @@ class Scheduler:
         """Return every turn that has not finished."""
         return [turn for turn in self._turns.values() if turn.finish is None]
 
-    def turn(self, turn_id: int) -> Turn | None:
+    def turn(self, attempt_id: int) -> Turn | None:
         """Return a turn that has not finished, or has not given up its pages yet."""
-        return self._turns.get(turn_id)
+        return self._turns.get(attempt_id)
 
     def turn_of(self, conversation_id: str) -> Turn | None:
         """Return the conversation's turn that has not finished."""
@@ -139,7 +139,7 @@ class Scheduler:
     # -- turns and conversations change --
 
     def submit(self, turn: Turn, now: float) -> None:
-        assert turn.turn_id not in self._turns, f"turn {turn.turn_id} was submitted twice"
+        assert turn.attempt_id not in self._turns, f"turn {turn.attempt_id} was submitted twice"
         assert turn.warm or turn.prompt_end > turn.history_tokens, (
             "a turn brings at least one token"
         )
@@ -148,16 +148,16 @@ class Scheduler:
         self.cache.find(turn, now)
         turn.enqueue(self._num_arrivals)
         turn.usage.submitted_at = now
-        self._turns[turn.turn_id] = turn
+        self._turns[turn.attempt_id] = turn
         self.queued.add(turn)
         if turn.is_background:
             self._num_background += 1
             if self.background is None:
                 self.background = BackgroundRoom(self._decode_ratios)
 
-    def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
+    def cancel(self, attempt_id: int, keep_tokens: int, now: float) -> None:
         """End a turn. Its conversation keeps the KV of the first `keep_tokens` positions."""
-        if (turn := self._turns.get(turn_id)) is None or turn.finish is not None:
+        if (turn := self._turns.get(attempt_id)) is None or turn.finish is not None:
             return
         turn.keep_tokens = keep_tokens
         self._finish(turn, FinishReason.CANCELLED, now)
@@ -165,10 +165,10 @@ class Scheduler:
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
         """Cut a conversation, or plan the cut if its last turn has an uncommitted slice."""
         conversation = self.cache.conversations.get(conversation_id)
-        if conversation is None or conversation.turn_id is None:
+        if conversation is None or conversation.attempt_id is None:
             self.cache.rewind(conversation_id, num_tokens, now)
             return
-        assert conversation.turn_id in self._releasing, "a running turn is cancelled first"
+        assert conversation.attempt_id in self._releasing, "a running turn is cancelled first"
         cut = self._pending_cuts.get(conversation_id, num_tokens)
         self._pending_cuts[conversation_id] = min(cut, num_tokens)
         conversation.log = conversation.log[:num_tokens]
@@ -177,7 +177,7 @@ class Scheduler:
 
     def delete(self, conversation_id: str, now: float) -> None:
         if (turn := self.turn_of(conversation_id)) is not None:
-            self.cancel(turn.turn_id, 0, now)
+            self.cancel(turn.attempt_id, 0, now)
         self.rewind(conversation_id, 0, now)
 
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
@@ -186,7 +186,7 @@ class Scheduler:
         If the last turn has an uncommitted slice, the eviction happens after the slice's commit.
         """
         conversation = self.cache.conversations.get(conversation_id)
-        if conversation is not None and conversation.turn_id in self._releasing:
+        if conversation is not None and conversation.attempt_id in self._releasing:
             self._pending_evictions[conversation_id] = to_host
             return sum(chunk.resident for chunk in conversation.chunks())
         evict = self.cache.move_to_host if to_host else self.cache.evict
@@ -307,7 +307,7 @@ class Scheduler:
                 return False
             victim = turn_to_suspend([each for each in self.running.values() if not each.streamed])
             self._suspend(victim, now)
-            if victim is turn or victim.turn_id in self._releasing:
+            if victim is turn or victim.attempt_id in self._releasing:
                 return False
         return True
 
@@ -370,7 +370,7 @@ class Scheduler:
     ) -> PageReservation | Shortage | None:
         """Admit a turn, or return its shortage of pages; None: it must wait for a commit."""
         conversation = self.cache.conversations.get(turn.conversation_id)
-        if conversation is not None and conversation.turn_id is not None:
+        if conversation is not None and conversation.attempt_id is not None:
             return None  # the conversation's previous turn has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn is self.preemption.claimant:
@@ -395,7 +395,7 @@ class Scheduler:
             options = turn.options
             self._started.append(
                 TurnStart(
-                    *(turn.turn_id, turn.tokens[:], options.sampling),
+                    *(turn.attempt_id, turn.tokens[:], options.sampling),
                     *(options.constraint, options.continues_text),
                 )
             )
@@ -403,7 +403,7 @@ class Scheduler:
         self.preemption.began(turn)
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
         turn.move_to(TurnState.RUNNING)
-        self.running[turn.turn_id] = turn
+        self.running[turn.attempt_id] = turn
         if found.copied is not None:
             # If a turn that wrote to the source chunk fails, the copied chunk is discarded, too.
             source, target = found.copied
@@ -489,7 +489,7 @@ class Scheduler:
 
     def _has_place(self, turn: Turn) -> bool:
         """Whether a turn runs and is not releasing its pages."""
-        return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
+        return turn.state is TurnState.RUNNING and turn.attempt_id not in self._releasing
 
     def _with_place(self) -> list[Turn]:
         return [turn for turn in self.running.values() if self._has_place(turn)]
@@ -525,7 +525,7 @@ class Scheduler:
         for turn in builder.turns:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
-            turn = self._turns[failure.turn_id]
+            turn = self._turns[failure.attempt_id]
             if failure.spoils_kv:  # even if the turn was cancelled in the meantime
                 self._discard(turn, now)
             if turn.finish is None:
@@ -536,7 +536,7 @@ class Scheduler:
         for turn, chunk, generation in builder.completed:
             turn.completed.append((chunk, generation))
         for sample in outcome.samples:
-            turn = self._turns[sample.turn_id]
+            turn = self._turns[sample.attempt_id]
             turn.pending_tokens -= 1
             if turn.completed:
                 self.cache.register(turn)
@@ -561,7 +561,7 @@ class Scheduler:
                 self._suspend(turn, now)
         for turn in list(self._releasing.values()):
             if not turn.num_uncommitted:
-                del self._releasing[turn.turn_id]
+                del self._releasing[turn.attempt_id]
                 self._release(turn, now)
         return news
 
@@ -594,7 +594,7 @@ class Scheduler:
         if turn.warm:
             self._finish(turn, FinishReason.WARMED, now)
         elif turn.num_uncommitted:
-            self._releasing[turn.turn_id] = turn
+            self._releasing[turn.attempt_id] = turn
         else:
             self._release(turn, now)
 
@@ -606,18 +606,18 @@ class Scheduler:
         if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # in no outcome
             self._ended.append(Ended(turn, reason))
         if turn.usage.admitted_at is not None:
-            self._forgotten.append(turn.turn_id)
+            self._forgotten.append(turn.attempt_id)
         if turn.num_uncommitted:
-            self._releasing[turn.turn_id] = turn
+            self._releasing[turn.attempt_id] = turn
         else:
-            self._releasing.pop(turn.turn_id, None)
+            self._releasing.pop(turn.attempt_id, None)
             self._release(turn, now)
 
     def _release(self, turn: Turn, now: float) -> None:
         """Give up the pages of a turn that is suspended or has ended."""
         was = turn.state
         if was is TurnState.RUNNING:
-            del self.running[turn.turn_id]
+            del self.running[turn.attempt_id]
             keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
@@ -635,7 +635,7 @@ class Scheduler:
         turn.move_to(TurnState.FINISHED)
         self.queued.end(turn)
         turn.written.clear()
-        del self._turns[turn.turn_id]
+        del self._turns[turn.attempt_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
             # A turn that was never admitted has computed nothing. KV after its history comes from a turn
@@ -651,7 +651,7 @@ class Scheduler:
     def _carry_out_pending(self, conversation_id: str, now: float) -> None:
         """Carry out a pending cut or eviction, if no turn holds the conversation's pages any more."""
         conversation = self.cache.conversations.get(conversation_id)
-        if conversation is not None and conversation.turn_id is not None:
+        if conversation is not None and conversation.attempt_id is not None:
             return
         if (cut := self._pending_cuts.pop(conversation_id, None)) is not None:
             self.cache.rewind(conversation_id, cut, now)
@@ -668,7 +668,7 @@ class Scheduler:
         for _, builder in self._uncommitted:
             for turn, chunk, generation in builder.completed:
                 assert chunk.identity is None or chunk.generation != generation, (
-                    f"{chunk} is found before turn {turn.turn_id} has computed it"
+                    f"{chunk} is found before turn {turn.attempt_id} has computed it"
                 )
 
 

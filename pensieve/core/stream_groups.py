@@ -61,9 +61,9 @@ class StreamGroups:
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
         """Return the iteration's slices (those of streamed turns last), and the groups."""
         resident: list[Slice] = []
-        pieces: dict[int, list[Slice]] = {turn_id: [] for turn_id in streamed}
+        pieces: dict[int, list[Slice]] = {attempt_id: [] for attempt_id in streamed}
         for piece in slices:
-            of_turn = pieces.get(piece.turn_id)
+            of_turn = pieces.get(piece.attempt_id)
             (resident if of_turn is None else of_turn).append(piece)
         self._age += 1
         num_changed_max = CHANGED_SHARE * len(pieces)
@@ -76,7 +76,7 @@ class StreamGroups:
                     break
                 if max(self._sizes) <= self._pages_max:
                     return made
-        turns = [streamed[turn_id] for turn_id in pieces]
+        turns = [streamed[attempt_id] for attempt_id in pieces]
         self._kept = self._packed(turns, pieces, resident)
         self._age = self._num_changed = 0
         return self._made(resident, streamed, pieces, filled_before, {})
@@ -90,19 +90,19 @@ class StreamGroups:
         self._num_changed += len(loose) + sum(map(len, self._kept)) - sum(map(len, groups))
         for number, group in enumerate(groups):
             is_full = sizes[number] > self._pages_max - len(group) // GROWING
-            for turn_id in reversed(group) if is_full else ():
+            for attempt_id in reversed(group) if is_full else ():
                 if sizes[number] > self._pages_max * (1 - SLACK):
-                    sizes[number] -= self._num_own_pages(streamed[turn_id], pieces[turn_id])
-                    loose.add(turn_id)
+                    sizes[number] -= self._num_own_pages(streamed[attempt_id], pieces[attempt_id])
+                    loose.add(attempt_id)
         groups = [[each for each in group if each not in loose] for group in groups]
-        for turn_id in sorted(loose, key=lambda each: (-self.num_pages(pieces[each]), each)):
-            num_pages = self.num_pages(pieces[turn_id])
+        for attempt_id in sorted(loose, key=lambda each: (-self.num_pages(pieces[each]), each)):
+            num_pages = self.num_pages(pieces[attempt_id])
             number = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
             if number < 0 or sizes[number] + num_pages > self._pages_max:
                 number = len(groups)
                 groups.append([])
                 sizes.append(0)
-            groups[number].append(turn_id)
+            groups[number].append(attempt_id)
             sizes[number] += num_pages
         self._kept = [group for group in groups if group]
 
@@ -116,12 +116,12 @@ class StreamGroups:
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
         """Make the groups. `known`: groups already made for this iteration, by their turns."""
         arranged, made = list(resident), []
-        for turn_ids in map(tuple, self._kept):
-            group = known.get(turn_ids)
+        for attempt_ids in map(tuple, self._kept):
+            group = known.get(attempt_ids)
             if group is None:
-                group = known[turn_ids] = _GroupBuilder(self, filled_before)
-                for turn_id in turn_ids:
-                    group.add(streamed[turn_id], pieces[turn_id])
+                group = known[attempt_ids] = _GroupBuilder(self, filled_before)
+                for attempt_id in attempt_ids:
+                    group.add(streamed[attempt_id], pieces[attempt_id])
             made.append(group.closed(len(arranged)))
             arranged += group.slices
         self._sizes = [len(each.host_pages) for each in made]
@@ -135,7 +135,7 @@ class StreamGroups:
         items = [self._item(cluster, pieces) for cluster in clusters]
         before = self._cost.iteration_seconds((each.start, each.stop) for each in resident)
         groups = packed(items, self._pages_max, before, self._group_seconds)
-        return [[turn.turn_id for i in group for turn in clusters[i]] for group in groups]
+        return [[turn.attempt_id for i in group for turn in clusters[i]] for group in groups]
 
     def _clusters(
         self, turns: Sequence[Turn], pieces: Mapping[int, list[Slice]]
@@ -154,7 +154,7 @@ class StreamGroups:
             left = 0
             seen: set[Branch] = set()
             for turn in sharing:
-                path, stop = self.path_of(turn), self.num_pages(pieces[turn.turn_id])
+                path, stop = self.path_of(turn), self.num_pages(pieces[turn.attempt_id])
                 own = sum(_length(each, stop) for each in path if each not in seen)
                 if own > left:
                     clusters.append([])
@@ -166,12 +166,12 @@ class StreamGroups:
         return clusters
 
     def _item(self, cluster: Sequence[Turn], pieces: Mapping[int, list[Slice]]) -> StreamItem:
-        spans = [(each.start, each.stop) for turn in cluster for each in pieces[turn.turn_id]]
+        spans = [(each.start, each.stop) for turn in cluster for each in pieces[turn.attempt_id]]
         if len(cluster) == 1:
-            num_pages = self.num_pages(pieces[cluster[0].turn_id])
+            num_pages = self.num_pages(pieces[cluster[0].attempt_id])
         else:
             stops = {
-                branch: self.num_pages(pieces[turn.turn_id])
+                branch: self.num_pages(pieces[turn.attempt_id])
                 for turn in cluster
                 for branch in self.path_of(turn)
             }

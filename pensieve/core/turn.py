@@ -103,7 +103,7 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    turn_id: int
+    attempt_id: int
     conversation_id: str
     tokens: array[int]  # 'I': history + prompt + sampled
     history_tokens: int  # length of the log before this turn's prompt
@@ -220,5 +220,5 @@ class Turn:
         self.queue_order = (-self.level, self.arrival)
 
     def move_to(self, state: TurnState) -> None:
-        assert state in LEGAL_TRANSITIONS[self.state], (self.turn_id, self.state, state)
+        assert state in LEGAL_TRANSITIONS[self.state], (self.attempt_id, self.state, state)
         self.state = state

@@ -114,7 +114,7 @@ class BatchRun:
         num_tokens = [len(each.tokens) for each in requests]
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
-        self._active: dict[int, _Active] = {}  # by turn_id
+        self._active: dict[int, _Active] = {}  # by attempt_id
         self._messages: list[EngineMessage] = []  # follow from events; returned by the next `go`
         self._kept: dict[str, None] = {}  # conversations that outlive their turn
         # By group: the request whose conversation keeps the prefix.
@@ -148,7 +148,7 @@ class BatchRun:
     def pause(self) -> list[EngineMessage]:
         """Cancel all turns and submit none until `resume`. Their requests are then computed again."""
         self._is_paused = True
-        return [CancelTurn(turn_id, 0) for turn_id in self._active]
+        return [CancelTurn(attempt_id, 0) for attempt_id in self._active]
 
     def resume(self) -> None:
         self._is_paused = False
@@ -174,7 +174,7 @@ class BatchRun:
 
     def take(self, event: EngineEvent) -> Finished | None:
         """Handle an event. Return the request's result if the event ended it. Ignores other turns' events."""
-        active = self._active.get(event.turn_id) if isinstance(event, _TurnEvent) else None
+        active = self._active.get(event.attempt_id) if isinstance(event, _TurnEvent) else None
         if active is None:
             return None
         if isinstance(event, TurnEnded):
@@ -188,12 +188,12 @@ class BatchRun:
                 self._prompt_computed(active)
         return None
 
-    def owns(self, turn_id: int) -> bool:
-        return turn_id in self._active
+    def owns(self, attempt_id: int) -> bool:
+        return attempt_id in self._active
 
-    def request_of(self, turn_id: int) -> int | None:
+    def request_of(self, attempt_id: int) -> int | None:
         """Return the request of a turn that has not ended."""
-        active = self._active.get(turn_id)
+        active = self._active.get(attempt_id)
         return active.request if active is not None else None
 
     @property
@@ -222,13 +222,13 @@ class BatchRun:
         return not (self._holds_back and self._active)
 
     def _submit(self, action: Submit) -> SubmitTurn:
-        request, turn_id = action.request, self._numbers()
+        request, attempt_id = action.request, self._numbers()
         tokens, options = self._requests[request].tokens, self._requests[request].options
         shared = min(action.prefix_tokens, len(tokens) - 1)  # at least one token must be computed
         shared -= shared % self._size
-        self._active[turn_id] = _Active(request, action.group, shared)
+        self._active[attempt_id] = _Active(request, action.group, shared)
         return SubmitTurn(
-            turn_id,
+            attempt_id,
             self._conversation_id(request),
             tokens.tobytes(),
             0,
@@ -251,7 +251,7 @@ class BatchRun:
 
     def _end(self, active: _Active, event: TurnEnded) -> Finished | None:
         request = active.request
-        del self._active[event.turn_id]
+        del self._active[event.attempt_id]
         self._holds_back = event.failure == "QUEUE_FULL"
         if event.finish is FinishReason.CANCELLED or event.failure in TRIED_AGAIN:
             self._feed.returned(request)

@@ -33,7 +33,7 @@ def cached(
         for chunk in conversation.chunks():
             tokens[chunk.location] += chunk.filled if chunk.resident else size
         on_device = tokens["device"] + tokens["device+host"]
-        running = conversation.turn_id is not None
+        running = conversation.attempt_id is not None
         idle = 0.0 if running else now - conversation.idle_since
         value = cache.retention_value(conversation, now)
         rows.append(
@@ -59,7 +59,7 @@ def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
     conversation = cache.conversations.get(conversation_id)
     if conversation is None:
         return {}
-    if conversation.turn_id is not None:
+    if conversation.attempt_id is not None:
         return {"running": 1.0}
     return {"idle_seconds": now - conversation.idle_since}
 
@@ -71,12 +71,12 @@ def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float,
     """
     newest = islice(reversed(cache.conversations.values()), LOOKED_AT)
     found = [each for each in newest if _is_of(each.conversation_id, prefix)]
-    found.sort(key=lambda each: (each.turn_id is None, -each.idle_since))
+    found.sort(key=lambda each: (each.attempt_id is None, -each.idle_since))
     rows: list[tuple[str | float, ...]] = []
     for conversation in found[:limit]:
         chunks = list(conversation.chunks())
         left_out = max(len(chunks) - SHOWN_CHUNKS_MAX, 0)
-        running = float(conversation.turn_id is not None)
+        running = float(conversation.attempt_id is not None)
         name = conversation.conversation_id.removeprefix(prefix)
         rows.append((name, conversation.num_tokens, running, left_out, strip(chunks[left_out:])))
     return tuple(rows)

@@ -1,6 +1,6 @@
 """Encode messages and events as plain JSON values, derived from the fields of their dataclasses.
 
-    SubmitTurn(turn_id=7, tokens=b"....", …)  <->  ["SubmitTurn", 7, "conversation", 4, …] and b"...."
+    SubmitTurn(attempt_id=7, tokens=b"....", …)  <->  ["SubmitTurn", 7, "conversation", 4, …] and b"...."
 
 A value is written as its class name and its fields in order. Trailing fields with default values are omitted.
 A field of type bytes is written as its length. The bytes are sent separately, after the JSON; a journal omits

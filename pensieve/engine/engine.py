@@ -144,7 +144,7 @@ class Engine:
         self._launched: deque[Iteration] = deque()  # not collected yet, oldest first
         # Called in idle rounds. Raises an error that would otherwise go unnoticed while no turn runs.
         self.check_idle: Callable[[], None] = lambda: None
-        # Turns whose log the service was asked for, by turn_id.
+        # Turns whose log the service was asked for, by attempt_id.
         self._lacking_log: dict[int, SubmitTurn] = {}
 
     def observe(self, observer: Observer) -> None:
@@ -220,11 +220,13 @@ class Engine:
                 return self._submit(message, now)
             case ProvideLog():
                 self._provide(message, now)
-            case CancelTurn(turn_id, keep_tokens):
-                waiting = self._lacking_log.pop(turn_id, None) or self.held.turns.pop(turn_id, None)
+            case CancelTurn(attempt_id, keep_tokens):
+                waiting = self._lacking_log.pop(attempt_id, None) or self.held.turns.pop(
+                    attempt_id, None
+                )
                 if waiting is not None:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
-                scheduler.cancel(turn_id, keep_tokens, now)
+                scheduler.cancel(attempt_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
                 # An earlier conversation with this id may still be ending, and be in the cache.
                 if target_id not in cache.conversations:
@@ -269,7 +271,7 @@ class Engine:
         running = scheduler.turn_of(conversation_id)
         if running is not None and running.warm and not message.warm:
             # The conversation's next turn has arrived. It uses the KV that the warm has brought so far.
-            scheduler.cancel(running.turn_id, len(running.tokens), now)
+            scheduler.cancel(running.attempt_id, len(running.tokens), now)
             running = None
         events = self._give_up_waiting(conversation_id, now, warms_only=True)
         is_busy = self._is_busy(conversation_id)
@@ -290,8 +292,8 @@ class Engine:
         known = array("I")
         if message.first_position:
             if (found := self._known_log(message)) is None:
-                self._lacking_log[message.turn_id] = message
-                needed = LogNeeded(message.turn_id, conversation_id, message.first_position)
+                self._lacking_log[message.attempt_id] = message
+                needed = LogNeeded(message.attempt_id, conversation_id, message.first_position)
                 return [*events, needed]
             known = found
         self._begin(message, known, now)
@@ -313,7 +315,7 @@ class Engine:
         known.frombytes(message.tokens)
         length_max = len(known) + message.options.sampling.max_tokens
         turn = Turn(
-            turn_id=message.turn_id,
+            attempt_id=message.attempt_id,
             conversation_id=message.conversation_id,
             tokens=known,
             history_tokens=message.history_tokens,
@@ -345,7 +347,7 @@ class Engine:
         return conversation.log[: message.first_position]
 
     def _provide(self, message: ProvideLog, now: float) -> None:
-        waiting = self._lacking_log.pop(message.turn_id, None)
+        waiting = self._lacking_log.pop(message.attempt_id, None)
         if waiting is None:
             return  # it was cancelled in the meantime
         known = array("I")
@@ -365,11 +367,11 @@ class Engine:
         ended: list[EngineEvent] = []
         for message in [] if warms_only else list(self.held.turns.values()):
             if message.conversation_id == conversation_id:
-                del self.held.turns[message.turn_id]
+                del self.held.turns[message.attempt_id]
                 ended.append(_ended_at_once(message, FinishReason.CANCELLED, now))
         for message in list(self._lacking_log.values()):
             if message.conversation_id == conversation_id and (message.warm or not warms_only):
-                del self._lacking_log[message.turn_id]
+                del self._lacking_log[message.attempt_id]
                 reason = FinishReason.WARMED if message.warm else FinishReason.CANCELLED
                 ended.append(_ended_at_once(message, reason, now))
         return ended
@@ -381,14 +383,14 @@ class Engine:
         for observer in self._observers:
             observer.planned(iteration, now)
         if iteration is not None:
-            self._publish([self._admitted(each.turn_id) for each in iteration.started])
+            self._publish([self._admitted(each.attempt_id) for each in iteration.started])
         return iteration
 
-    def _admitted(self, turn_id: int) -> TurnAdmitted:
-        turn = self.scheduler.turn(turn_id)
+    def _admitted(self, attempt_id: int) -> TurnAdmitted:
+        turn = self.scheduler.turn(attempt_id)
         if turn is None:  # a warm that had nothing to compute
-            return TurnAdmitted(turn_id)
-        return TurnAdmitted(turn_id, turn.usage.new_tokens + turn.usage.recomputed_tokens)
+            return TurnAdmitted(attempt_id)
+        return TurnAdmitted(attempt_id, turn.usage.new_tokens + turn.usage.recomputed_tokens)
 
     # -- out --
 
@@ -404,7 +406,7 @@ class Engine:
         if events:
             for event in events if self.held.prepared else ():
                 if isinstance(event, TurnEnded):
-                    self.held.ended(event.turn_id)
+                    self.held.ended(event.attempt_id)
             for observer in self._observers:
                 observer.published(events)
             self.sink.publish(events)
@@ -421,7 +423,7 @@ class Engine:
         failed, why = FinishReason.FAILED, "ENGINE_FAILED"
         events: list[EngineEvent] = [
             TurnEnded(
-                turn.turn_id,
+                turn.attempt_id,
                 turn.conversation_id,
                 failed,
                 replace(turn.usage, finished_at=now),
@@ -449,7 +451,7 @@ def _is_among(conversation_id: str, turns: Mapping[int, SubmitTurn]) -> bool:
 def _ended(end: Ended) -> TurnEnded:
     turn, finish, failure = end
     usage = replace(turn.usage)
-    return TurnEnded(turn.turn_id, turn.conversation_id, finish, usage, failure)
+    return TurnEnded(turn.attempt_id, turn.conversation_id, finish, usage, failure)
 
 
 def _ended_at_once(
@@ -457,4 +459,4 @@ def _ended_at_once(
 ) -> TurnEnded:
     """Return the end of a turn that the scheduler never had."""
     usage = Usage(submitted_at=now, finished_at=now)
-    return TurnEnded(message.turn_id, message.conversation_id, finish, usage, failure)
+    return TurnEnded(message.attempt_id, message.conversation_id, finish, usage, failure)

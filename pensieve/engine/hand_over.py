@@ -99,7 +99,7 @@ class HandOver:
         conversation = self._cache.conversations.get(message.conversation_id)
         if self._pages is None or conversation is None:
             return KvExported(query_id, NO_PAGES if self._pages is None else NOT_HERE)
-        if conversation.turn_id is not None:
+        if conversation.attempt_id is not None:
             return KvExported(query_id, RUNS)
         size = self._cache.config.chunk_tokens
         num_tokens = min(message.num_tokens, conversation.num_tokens, len(conversation.log))

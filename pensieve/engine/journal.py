@@ -95,7 +95,7 @@ def opened(path: Path) -> TextIO:
 
 
 def hash_of(iteration: Iteration) -> str:
-    slices = [(s.turn_id, s.start, s.stop, s.needs_token) for s in iteration.slices]
+    slices = [(s.attempt_id, s.start, s.stop, s.needs_token) for s in iteration.slices]
     moves = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
     plain = repr((iteration.index, slices, [[tuple(move) for move in part] for part in moves]))
     digest = hashlib.blake2b(plain.encode(), digest_size=8)
@@ -183,8 +183,8 @@ class Journal:
             {
                 "commit": now,
                 "copies": outcome.finished_copies,
-                "samples": [(sample.turn_id, sample.stopped) for sample in outcome.samples],
-                "failures": [(failure.turn_id, failure.reason) for failure in outcome.failures],
+                "samples": [(sample.attempt_id, sample.stopped) for sample in outcome.samples],
+                "failures": [(failure.attempt_id, failure.reason) for failure in outcome.failures],
             }
         )
 
@@ -395,10 +395,11 @@ class _ReplayedEngine:
             raise ValueError("an outcome without an iteration")
         outcome = Outcome(
             tuple(
-                SampledToken(turn_id, 0, stopped=stopped) for turn_id, stopped in entry["samples"]
+                SampledToken(attempt_id, 0, stopped=stopped)
+                for attempt_id, stopped in entry["samples"]
             ),
             tuple(entry["copies"]),
-            tuple(TurnFailure(turn_id, reason, "") for turn_id, reason in entry["failures"]),
+            tuple(TurnFailure(attempt_id, reason, "") for attempt_id, reason in entry["failures"]),
         )
         iteration, planned = self._planned.popleft()
         self._scheduler.commit(iteration, outcome, now)
@@ -429,7 +430,7 @@ def _described(iteration: Iteration | None) -> str:
     """Describe an iteration in words, for people who compare two."""
     if iteration is None:
         return "nothing"
-    slices = ", ".join(f"turn {s.turn_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])
+    slices = ", ".join(f"turn {s.attempt_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])
     more = ", …" if len(iteration.slices) > 8 else ""
     moves = (
         (len(iteration.copies), "copies"),

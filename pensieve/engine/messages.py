@@ -2,8 +2,8 @@
 
 They contain only ids, bytes and numbers, so they can cross a pipe to another process.
 
-Every `turn_id` here is the number of an attempt (`LiveTurn.number`), not the `turn_id` of the store and of
-clients. This also holds for `turn_id` in core, in model and in journals (which have these field names).
+An `attempt_id` identifies one attempt at a turn (`LiveTurn.attempt_id`). The store and clients use another
+id, the `turn_id`, which all attempts at a turn share. The engine does not know it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SubmitTurn:
     also has the earlier tokens. Otherwise it asks for them with `LogNeeded`.
     """
 
-    turn_id: int  # the attempt's number; unique for the life of the engine
+    attempt_id: int  # the attempt's number; unique for the life of the engine
     conversation_id: str
     tokens: bytes  # packed uint32 in native order
     history_tokens: int  # length of the log: positions before it belong to earlier turns
@@ -43,13 +43,13 @@ class SubmitTurn:
 class ProvideLog:
     """The answer to `LogNeeded`."""
 
-    turn_id: int
+    attempt_id: int
     tokens: bytes  # of the positions before the turn's `first_position`
 
 
 @dataclass(frozen=True, slots=True)
 class CancelTurn:
-    turn_id: int
+    attempt_id: int
     keep_tokens: int  # the log's length after the cancel; KV after it is dropped
 
 
@@ -170,7 +170,7 @@ Freeing = CancelTurn | DeleteConversation  # messages that only free memory are 
 class LogNeeded:
     """A turn needs a conversation's log, which the engine does not have. The turn waits for `ProvideLog`."""
 
-    turn_id: int
+    attempt_id: int
     conversation_id: str
     num_tokens: int  # how many tokens from the log's beginning are needed
 
@@ -179,13 +179,13 @@ class LogNeeded:
 class TurnAdmitted:
     """A turn has its pages and is part of the next iterations."""
 
-    turn_id: int
+    attempt_id: int
     missing_tokens: int = 0  # of its context, to compute before its first token is sampled
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    turn_id: int
+    attempt_id: int
     conversation_id: str
     finish: FinishReason
     usage: Usage

@@ -177,9 +177,9 @@ class TurnTimes:
         if not isinstance(message, SubmitTurn) or message.warm:
             return
         if message.options.background:  # no client waits for its tokens
-            self._background.add(message.turn_id)
+            self._background.add(message.attempt_id)
         else:
-            self._received_at[message.turn_id] = now
+            self._received_at[message.attempt_id] = now
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
         scheduler = self._scheduler
@@ -207,19 +207,19 @@ class TurnTimes:
         num_since: dict[float, int] = {}  # number of gaps, by the time of the previous token
         for event in events:
             if isinstance(event, SampledToken):
-                turn_id = event.turn_id
-                if turn_id in self._background:
+                attempt_id = event.attempt_id
+                if attempt_id in self._background:
                     continue
-                before = token_at.get(turn_id)
-                token_at[turn_id] = now
+                before = token_at.get(attempt_id)
+                token_at[attempt_id] = now
                 if before is not None:
                     num_since[before] = num_since.get(before, 0) + 1
-                elif (received_at := self._received_at.pop(turn_id, None)) is not None:
+                elif (received_at := self._received_at.pop(attempt_id, None)) is not None:
                     self._first_tokens.add(now - received_at, now)
             elif isinstance(event, TurnEnded):
-                self._received_at.pop(event.turn_id, None)
-                self._background.discard(event.turn_id)
-                token_at.pop(event.turn_id, None)
+                self._received_at.pop(event.attempt_id, None)
+                self._background.discard(event.attempt_id)
+                token_at.pop(event.attempt_id, None)
         for before, count in num_since.items():
             self._add_gap(now - before, count, now)
 
@@ -266,12 +266,12 @@ class TurnTimes:
     def _look_at_suspended(self, now: float) -> None:
         for turn in self._scheduler.suspended:
             if turn.state is TurnState.SUSPENDED and not turn.is_background:
-                self._suspended_at.setdefault(turn.turn_id, now)
-        for turn_id, since in list(self._suspended_at.items()):
-            found = self._scheduler.turn(turn_id)
+                self._suspended_at.setdefault(turn.attempt_id, now)
+        for attempt_id, since in list(self._suspended_at.items()):
+            found = self._scheduler.turn(attempt_id)
             if found is None or found.state is not TurnState.SUSPENDED:
                 self._suspensions.add(now - since, now)
-                del self._suspended_at[turn_id]
+                del self._suspended_at[attempt_id]
 
 
 class PredictionErrors:

@@ -38,12 +38,14 @@ class Executor(Protocol):
 class Preparer(Protocol):
     """Compiles constraints in separate threads, before their turns are submitted."""
 
-    def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
+    def prepare(
+        self, attempt_id: int, constraint: Constraint, on_ready: Callable[[], None]
+    ) -> bool:
         """Return whether the constraint is ready; if not, another thread calls `on_ready` later."""
 
-    def is_ready(self, turn_id: int) -> bool: ...
+    def is_ready(self, attempt_id: int) -> bool: ...
 
-    def forget(self, turn_id: int) -> None:
+    def forget(self, attempt_id: int) -> None:
         """Forget the constraint of a turn that has ended, even if the turn never began."""
 
 

@@ -32,7 +32,7 @@ class TurnsAwaitingConstraints:
     def __init__(self, preparer: Preparer | None, wake: Callable[[], None]) -> None:
         self._preparer = preparer
         self._wake = wake
-        self.turns: dict[int, SubmitTurn] = {}  # held turns by turn_id, in order of arrival
+        self.turns: dict[int, SubmitTurn] = {}  # held turns by attempt_id, in order of arrival
         self.prepared: set[int] = set()  # turns with a constraint that have not ended, held or not
         self._changed = threading.Event()
 
@@ -41,10 +41,10 @@ class TurnsAwaitingConstraints:
         constraint = message.options.constraint
         if self._preparer is None or constraint is None:
             return False
-        self.prepared.add(message.turn_id)
-        if self._preparer.prepare(message.turn_id, constraint, self._on_ready):
+        self.prepared.add(message.attempt_id)
+        if self._preparer.prepare(message.attempt_id, constraint, self._on_ready):
             return False
-        self.turns[message.turn_id] = message
+        self.turns[message.attempt_id] = message
         return True
 
     def released(self) -> list[SubmitTurn]:
@@ -60,12 +60,12 @@ class TurnsAwaitingConstraints:
             self._changed.wait()
             self._changed.clear()
 
-    def ended(self, turn_id: int) -> None:
+    def ended(self, attempt_id: int) -> None:
         """Forget the constraint of a turn that has ended, held or not."""
-        if turn_id in self.prepared:
+        if attempt_id in self.prepared:
             assert self._preparer is not None
-            self.prepared.remove(turn_id)
-            self._preparer.forget(turn_id)
+            self.prepared.remove(attempt_id)
+            self._preparer.forget(attempt_id)
 
     def _any_ready(self) -> bool:
         assert self._preparer is not None

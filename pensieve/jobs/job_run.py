@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
+from pensieve.conversations.turns import BACKGROUND_ATTEMPT_ID_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
@@ -92,7 +92,7 @@ class JobRun:
         self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing, root=root)
         self._ready: list[ReadyLine] = []
         self.is_held = False  # submit nothing more for now; running lines continue
-        self._admitted: dict[int, int] = {}  # line, by turn_id
+        self._admitted: dict[int, int] = {}  # line, by attempt_id
 
     # -- to the engine --
 
@@ -124,22 +124,22 @@ class JobRun:
     def engine_events(self, events: Sequence[EngineTurnEvent]) -> None:
         """Take a frame, which may have events of other turns, and continue."""
         for event in events:
-            if event.turn_id >= BACKGROUND_NUMBER_MIN:
+            if event.attempt_id >= BACKGROUND_ATTEMPT_ID_MIN:
                 self._take(event)
         self.go()
 
     def _take(self, event: EngineTurnEvent) -> None:
         if not isinstance(event, SampledToken | TurnAdmitted | TurnEnded):
             return
-        request = self._batch.request_of(event.turn_id)
+        request = self._batch.request_of(event.attempt_id)
         if request is None:
             return
         index, choice = self._requests[request]
         line = self._lines[index].prepared.line.line
         if isinstance(event, TurnAdmitted):
-            self._admitted[event.turn_id] = line
+            self._admitted[event.attempt_id] = line
         elif isinstance(event, TurnEnded):
-            self._admitted.pop(event.turn_id, None)
+            self._admitted.pop(event.attempt_id, None)
             if event.failure == "ENGINE_FAILED":
                 self.begun.add(line)
         finished = self._batch.take(event)
@@ -182,7 +182,7 @@ class JobRun:
 
     def _not_taken(self, message: SubmitTurn) -> None:
         failed, usage = FinishReason.FAILED, Usage()
-        ended = TurnEnded(message.turn_id, message.conversation_id, failed, usage, "QUEUE_FULL")
+        ended = TurnEnded(message.attempt_id, message.conversation_id, failed, usage, "QUEUE_FULL")
         self._batch.take(ended)
 
     def _end_if_done(self) -> None:

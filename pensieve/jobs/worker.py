@@ -30,7 +30,7 @@ from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.history import Texts
 from pensieve.conversations.threads import FairPool
-from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
+from pensieve.conversations.turns import BACKGROUND_ATTEMPT_ID_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.errors import Unavailable, one_line
 from pensieve.jobs.batch_line import LineError
@@ -145,7 +145,7 @@ class Worker:
         self._config = config
         self._constraints = ConstraintChecker(texts.template.tokenizer)
         self._loop = asyncio.get_running_loop()
-        self._numbers = count(BACKGROUND_NUMBER_MIN)
+        self._numbers = count(BACKGROUND_ATTEMPT_ID_MIN)
         self._names = count(1)
         self.engine_up = asyncio.Event()
 

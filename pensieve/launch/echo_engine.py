@@ -81,9 +81,9 @@ class EchoExecutor:
                 *(self._tokenizer, ends, options.stop, options.min_tokens, options.stop_repetition),
                 continues_text=start.continues_text,
             )
-            self._turns[start.turn_id] = _Turn(text, digest(start.context))
-        for turn_id in iteration.ended:
-            self._turns.pop(turn_id, None)
+            self._turns[start.attempt_id] = _Turn(text, digest(start.context))
+        for attempt_id in iteration.ended:
+            self._turns.pop(attempt_id, None)
         self._launched.append(iteration)
 
     def collect(self) -> Outcome:
@@ -95,11 +95,11 @@ class EchoExecutor:
         return Outcome(samples, (*swapped_in, *(copy.copy_id for copy in iteration.swap_outs)))
 
     def _sample(self, piece: Slice) -> SampledToken:
-        turn = self._turns[piece.turn_id]
+        turn = self._turns[piece.attempt_id]
         token_id = next_token(turn.digest, self._tokenizer.vocab_size, self._end_id)
         turn.digest = digest(array("I", [token_id]), turn.digest)
         text, stopped = turn.text.push(token_id, piece.is_last)
-        return SampledToken(piece.turn_id, token_id, text, stopped, repeats=turn.text.repeats)
+        return SampledToken(piece.attempt_id, token_id, text, stopped, repeats=turn.text.repeats)
 
     def close(self) -> None:
         self._launched.clear()

@@ -37,18 +37,18 @@ class SeparatePhases:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._prompt_ends: dict[int, int] = {}  # by turn_id
+        self._prompt_ends: dict[int, int] = {}  # by attempt_id
         self._first: Outcome | None = None  # outcome of the prompt pass, if there are two passes
 
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:
-            self._prompt_ends[start.turn_id] = len(start.context)
+            self._prompt_ends[start.attempt_id] = len(start.context)
         prompts: list[Slice] = []
         decodes: list[Slice] = []
         for piece in iteration.slices:
             (decodes if self._is_decode(piece) else prompts).append(piece)
-        for turn_id in iteration.ended:
-            self._prompt_ends.pop(turn_id, None)
+        for attempt_id in iteration.ended:
+            self._prompt_ends.pop(attempt_id, None)
         if prompts and decodes:
             self._executor.launch(replace(iteration, slices=tuple(prompts)))
             self._first = self._executor.collect()
@@ -66,7 +66,7 @@ class SeparatePhases:
         )
 
     def _is_decode(self, piece: Slice) -> bool:
-        return piece.num_tokens == 1 and piece.start >= self._prompt_ends[piece.turn_id]
+        return piece.num_tokens == 1 and piece.start >= self._prompt_ends[piece.attempt_id]
 
 
 def build(

@@ -7,7 +7,7 @@ absolute positions, a start position, and the page table of the slice's turn.
     page_index                           the pages that each slice attends to (`kernels.attention.input`);
                                          slices of one turn share a row of the page table, padding is page 0
     logit_rows                           last rows of the slices that need a token
-    logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
+    logit_attempt_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      length and first position of each slice, as numbers on the host
 
 On the host these are arrays of numbers.  One copy moves all of them to the device.
@@ -36,7 +36,7 @@ class SampledIds(NamedTuple):
     """Tokens sampled by an iteration that is not yet collected."""
 
     ids: torch.Tensor  # int64 (rows), on the device; -1: a row that failed
-    rows: Mapping[int, int]  # turn_id -> row
+    rows: Mapping[int, int]  # attempt_id -> row
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Batch:
     slot_mapping: torch.Tensor  # int64 (tokens): page * slots + slot
     page_index: PageIndex
     logit_rows: torch.Tensor  # int64 (rows)
-    logit_turn_ids: tuple[int, ...]
+    logit_attempt_ids: tuple[int, ...]
     logit_positions: tuple[int, ...]
     lengths: Sequence[int]  # lengths of the slices, on the host
     starts: Sequence[int]
@@ -67,18 +67,23 @@ class Batch:
         offsets, slice_turns = array("i", [0]), array("i")
         starts = array("i", [piece.start for piece in slices])
         tables: list[array[int]] = []  # by turn: the longest page table among its slices
-        turn_rows: dict[int, int] = {}  # turn_id -> row of the page table
-        logit_turn_ids: list[int] = []
+        turn_rows: dict[int, int] = {}  # attempt_id -> row of the page table
+        logit_attempt_ids: list[int] = []
         logit_positions: list[int] = []
         for piece in slices:
-            turn_id, start, stop, pages = piece.turn_id, piece.start, piece.stop, piece.page_table
+            attempt_id, start, stop, pages = (
+                piece.attempt_id,
+                piece.start,
+                piece.stop,
+                piece.page_table,
+            )
             # Through an iterator, because an array can be extended only by an array of the same type.
             token_ids.extend(iter(piece.token_ids))
             positions.extend(range(start, stop))
             if piece.awaits_token:
                 assert sampled is not None, "a slice awaits a token that no iteration samples"
                 entries.append(len(token_ids))
-                sampled_rows.append(sampled.rows[turn_id])
+                sampled_rows.append(sampled.rows[attempt_id])
                 token_ids.append(0)
             while start < stop:  # page by page
                 chunk, slot = divmod(start, chunk_tokens)
@@ -87,7 +92,7 @@ class Batch:
                 slots.extend(range(first, first + count))
                 start += count
             offsets.append(len(positions))
-            row = turn_rows.setdefault(turn_id, len(tables))
+            row = turn_rows.setdefault(attempt_id, len(tables))
             if row == len(tables):
                 tables.append(pages)
             elif len(pages) > len(tables[row]):
@@ -95,7 +100,7 @@ class Batch:
             slice_turns.append(row)
             if piece.needs_token:
                 logit_rows.append(len(positions) - 1)
-                logit_turn_ids.append(turn_id)
+                logit_attempt_ids.append(attempt_id)
                 logit_positions.append(stop)
         assert len(token_ids) == len(positions), "a slice lacks token ids"
         pages_max = max(map(len, tables))
@@ -119,7 +124,7 @@ class Batch:
                 there[9].view(len(tables), pages_max), there[6], there[7], there[8], shared
             ),
             logit_rows=there[3],
-            logit_turn_ids=tuple(logit_turn_ids),
+            logit_attempt_ids=tuple(logit_attempt_ids),
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
             starts=starts.tolist(),

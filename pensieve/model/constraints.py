@@ -70,7 +70,7 @@ class Masks(NamedTuple):
     """The rows of an iteration with their masks, and the turns whose constraints have failed."""
 
     rows: list[Row]
-    failures: Mapping[int, TurnFailure]  # by turn_id
+    failures: Mapping[int, TurnFailure]  # by attempt_id
 
 
 class TurnConstraints:
@@ -87,26 +87,28 @@ class TurnConstraints:
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None  # for masks
         self._compilers: ThreadPoolExecutor | None = None  # separate, so no mask waits for them
-        self._compiling: dict[int, Future[Matcher]] = {}  # by turn_id, until the turn begins
-        self._constrained: dict[int, ConstrainedReply] = {}  # by turn_id, until the turn ends
+        self._compiling: dict[int, Future[Matcher]] = {}  # by attempt_id, until the turn begins
+        self._constrained: dict[int, ConstrainedReply] = {}  # by attempt_id, until the turn ends
 
     # -- before a turn begins: implements the engine's `Preparer` --
 
-    def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
+    def prepare(
+        self, attempt_id: int, constraint: Constraint, on_ready: Callable[[], None]
+    ) -> bool:
         """Return whether the constraint is compiled; if not, a thread compiles it, then calls `on_ready`."""
         compiling = self._compile(constraint)
-        self._compiling[turn_id] = compiling
+        self._compiling[attempt_id] = compiling
         if compiling.done():
             return True
         compiling.add_done_callback(lambda _: on_ready())
         return False
 
-    def is_ready(self, turn_id: int) -> bool:
-        return self._compiling[turn_id].done()
+    def is_ready(self, attempt_id: int) -> bool:
+        return self._compiling[attempt_id].done()
 
-    def forget(self, turn_id: int) -> None:
+    def forget(self, attempt_id: int) -> None:
         """Drop the compilation for a turn that has ended; the turn may never have begun."""
-        if (compiling := self._compiling.pop(turn_id, None)) is not None:
+        if (compiling := self._compiling.pop(attempt_id, None)) is not None:
             compiling.cancel()
 
     # -- turns that have begun --
@@ -115,18 +117,18 @@ class TurnConstraints:
         """Begin a turn; a thread compiles its constraint unless `prepare` was called."""
         if start.constraint is None:
             return
-        compiling = self._compiling.pop(start.turn_id, None) or self._compile(start.constraint)
+        compiling = self._compiling.pop(start.attempt_id, None) or self._compile(start.constraint)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, "masks")
         ends = self._eos_token_ids | frozenset(start.sampling.stop_token_ids)
         ends = frozenset(each for each in ends if each < self._vocab_size)
         thinking = ThinkingTracker(self._vocabulary, start.context[-PROMPT_TAIL_TOKENS:])
-        self._constrained[start.turn_id] = ConstrainedReply(
+        self._constrained[start.attempt_id] = ConstrainedReply(
             start, compiling, ends, thinking, self._num_bytes
         )
 
-    def end(self, turn_id: int) -> None:
-        self._constrained.pop(turn_id, None)
+    def end(self, attempt_id: int) -> None:
+        self._constrained.pop(attempt_id, None)
 
     def start_masks(self, rows: Sequence[Row]) -> MaskJobs:
         """Start the masks of the rows whose logs are complete."""
@@ -134,7 +136,7 @@ class TurnConstraints:
             return NO_JOBS
         jobs = MaskJobs({}, [])
         for number, row in enumerate(rows):
-            if (reply := self._constrained.get(row.log.turn_id)) is None:
+            if (reply := self._constrained.get(row.log.attempt_id)) is None:
                 continue
             if row.is_ahead:
                 jobs.ahead.append(number)
@@ -143,10 +145,10 @@ class TurnConstraints:
         return jobs
 
     def start_ahead(self, jobs: MaskJobs, rows: Sequence[Row], newest: Mapping[int, int]) -> None:
-        """Start the masks of rows that are ahead; `newest` has each row's previous token, by turn_id."""
+        """Start the masks of rows that are ahead; `newest` has each row's previous token, by attempt_id."""
         for number in jobs.ahead:
             log = rows[number].log
-            reply, token_id = self._constrained[log.turn_id], newest[log.turn_id]
+            reply, token_id = self._constrained[log.attempt_id], newest[log.attempt_id]
             if token_id >= 0 and token_id not in reply.ends:  # otherwise the turn ends first
                 tokens = log.tokens + array("I", [token_id])
                 jobs.by_row[number] = self._submit(reply, tokens)
@@ -160,7 +162,7 @@ class TurnConstraints:
         for number, job in jobs.by_row.items():
             found = job.result()
             if isinstance(found, TurnFailure):
-                failures[found.turn_id] = found
+                failures[found.attempt_id] = found
             else:
                 rows[number] = rows[number]._replace(mask=found)
         return Masks(rows, failures)
@@ -233,7 +235,7 @@ class ConstrainedReply:
     ) -> None:
         self.num_followed = len(start.context)  # tokens of the turn's log that count as consumed
         self.ends = ends  # tokens that end the reply
-        self._turn_id = start.turn_id
+        self._attempt_id = start.attempt_id
         self._compiling = compiling
         self._matcher: Matcher | None = None
         self._thinking = thinking
@@ -248,7 +250,7 @@ class ConstrainedReply:
                 return self._next_mask(tokens)
             except (GrammarError, ConfigError) as error:
                 message = f"the reply cannot satisfy its constraint: {error}"
-                self._failure = TurnFailure(self._turn_id, FAILED, message)
+                self._failure = TurnFailure(self._attempt_id, FAILED, message)
         return self._failure
 
     def _next_mask(self, tokens: Sequence[int]) -> TokenMask:

@@ -76,7 +76,7 @@ class _Launched(NamedTuple):
     sampled: list[Slice]
     drawn: Drawn | None  # a token for each sampled slice
     groups: tuple[PageGroup, ...]
-    failures: Mapping[int, TurnFailure]  # by turn_id: turns whose sampled token must not be used
+    failures: Mapping[int, TurnFailure]  # by attempt_id: turns whose sampled token must not be used
 
 
 class TorchExecutor:
@@ -105,7 +105,7 @@ class TorchExecutor:
         self._checksums = checksums
         flat = model.flat
         self._forward = Forward(flat, memory, self._copier, halves=flat.alone, graphs=graphs)
-        self._replies: dict[int, _Reply] = {}  # by turn_id
+        self._replies: dict[int, _Reply] = {}  # by attempt_id
         self.constraints = TurnConstraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
         self._launched: deque[_Launched] = deque()
 
@@ -117,15 +117,15 @@ class TorchExecutor:
         if self._checksums is not None:
             self._checksums.begin(iteration.swap_outs)
         for start in iteration.started:
-            self._replies[start.turn_id] = self._begun(start)
-        for turn_id in iteration.ended:
-            self._forget(turn_id)
+            self._replies[start.attempt_id] = self._begun(start)
+        for attempt_id in iteration.ended:
+            self._forget(attempt_id)
         copies = self._forward.page_copies(iteration)
         sampled = [piece for piece in iteration.slices if piece.needs_token]
         drawn: Drawn | None = None
         failures: Mapping[int, TurnFailure] = {}
         if iteration.slices:
-            rows = [Row(self._replies[each.turn_id].log, each.stop) for each in sampled]
+            rows = [Row(self._replies[each.attempt_id].log, each.stop) for each in sampled]
             jobs = self.constraints.start_masks(rows)
             computed = self._forward.run(
                 iteration.slices, copies, self._sampled_ids(), iteration.groups
@@ -180,44 +180,46 @@ class TorchExecutor:
         """Return the tokens that the last launched iteration samples, if it is not collected yet."""
         if not self._launched or (drawn := self._launched[-1].drawn) is None:
             return None
-        rows = {each.turn_id: row for row, each in enumerate(self._launched[-1].sampled)}
+        rows = {each.attempt_id: row for row, each in enumerate(self._launched[-1].sampled)}
         return SampledIds(drawn.ids, rows)
 
     def _newest_ids(self) -> dict[int, int]:
-        """Wait for the last launched iteration's sampled ids; return them by turn_id.
+        """Wait for the last launched iteration's sampled ids; return them by attempt_id.
 
         This does not wait for the forward of the iteration that is now being launched.
         """
         launched = self._launched[-1]
         assert launched.drawn is not None
         ids = launched.drawn.read_ids()
-        return {each.turn_id: each_id for each, each_id in zip(launched.sampled, ids, strict=True)}
+        return {
+            each.attempt_id: each_id for each, each_id in zip(launched.sampled, ids, strict=True)
+        }
 
-    def _forget(self, turn_id: int) -> None:
-        self._replies.pop(turn_id, None)
-        self.constraints.end(turn_id)
+    def _forget(self, attempt_id: int) -> None:
+        self._replies.pop(attempt_id, None)
+        self.constraints.end(attempt_id)
 
     def _read(self, launched: _Launched) -> tuple[list[SampledToken], list[TurnFailure]]:
         samples: list[SampledToken] = []
         failures: list[TurnFailure] = []
         drawn = launched.drawn.read() if launched.drawn is not None else []
         for piece, token in zip(launched.sampled, drawn, strict=True):
-            turn_id = piece.turn_id
-            if (failure := launched.failures.get(turn_id)) is not None:
+            attempt_id = piece.attempt_id
+            if (failure := launched.failures.get(attempt_id)) is not None:
                 failures.append(failure)
                 continue
             if token is None:
                 message = f"the model's logits at position {piece.stop - 1} are not finite"
-                failures.append(TurnFailure(turn_id, "NAN_LOGITS", message))
+                failures.append(TurnFailure(attempt_id, "NAN_LOGITS", message))
                 continue
-            reply = self._replies.get(turn_id)
+            reply = self._replies.get(attempt_id)
             if reply is None or len(reply.log.tokens) != piece.stop:  # the turn has ended meanwhile
-                samples.append(SampledToken(turn_id, token.token_id))
+                samples.append(SampledToken(attempt_id, token.token_id))
                 continue
             reply.log.tokens.append(token.token_id)
             text, stopped = reply.text.push(token.token_id, piece.is_last)
             if stopped or piece.is_last:
-                self._forget(turn_id)
+                self._forget(attempt_id)
             samples.append(replace(token, text=text, stopped=stopped, repeats=reply.text.repeats))
         return samples, failures
 

@@ -52,7 +52,7 @@ class Computed(NamedTuple):
 
     logits: torch.Tensor  # float32 (rows, vocab)
     newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
-    turn_ids: tuple[int, ...]
+    attempt_ids: tuple[int, ...]
     positions: tuple[int, ...]  # position of the token that is sampled from the row
 
 
@@ -159,7 +159,7 @@ class Forward:
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass
             ).float()
         newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
-        return Computed(logits, newest_ids, batch.logit_turn_ids, batch.logit_positions)
+        return Computed(logits, newest_ids, batch.logit_attempt_ids, batch.logit_positions)
 
     def _streamed(
         self,
@@ -248,6 +248,6 @@ def _concatenated(computed: Sequence[Computed]) -> Computed:
     return Computed(
         torch.cat([each.logits for each in computed]),
         torch.cat([each.newest_ids for each in computed]),
-        tuple(chain.from_iterable(each.turn_ids for each in computed)),
+        tuple(chain.from_iterable(each.attempt_ids for each in computed)),
         tuple(chain.from_iterable(each.positions for each in computed)),
     )

@@ -85,10 +85,11 @@ def run_once(
             computed = forward.run(slices)
             if sampler is not None:
                 logs = {
-                    each.turn_id: TurnLog(COSTLIEST, each.token_ids, each.stop) for each in slices
+                    each.attempt_id: TurnLog(COSTLIEST, each.token_ids, each.stop)
+                    for each in slices
                 }
-                pairs = zip(computed.turn_ids, computed.positions, strict=True)
-                rows = [Row(logs[turn_id], position) for turn_id, position in pairs]
+                pairs = zip(computed.attempt_ids, computed.positions, strict=True)
+                rows = [Row(logs[attempt_id], position) for attempt_id, position in pairs]
                 sampler.draw(computed.logits, rows, computed.newest_ids).read()
     finally:
         copier.close()

@@ -198,7 +198,9 @@ class DecodeGraphs:
             bool(self._graphs)
             and not arriving
             and len(batch.lengths) <= self._sizes[-1]
-            and len(batch.logit_turn_ids) == len(batch.lengths) == len(batch.page_index.page_table)
+            and len(batch.logit_attempt_ids)
+            == len(batch.lengths)
+            == len(batch.page_index.page_table)
             and all(length == 1 for length in batch.lengths)
         )
 
@@ -240,7 +242,7 @@ class DecodeGraphs:
                 self._starts[:size],
             ),
             logit_rows=self._rows[:size],
-            logit_turn_ids=(),
+            logit_attempt_ids=(),
             logit_positions=(),
             lengths=[1] * size,
             starts=[0] * size,

@@ -51,13 +51,13 @@ class SharedSearch:
         self._age = 0
 
     def __call__(self, slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | None:
-        turn_ids = [piece.turn_id for piece in slices]
+        attempt_ids = [piece.attempt_id for piece in slices]
         self._age += 1
-        is_known = self._age < SEARCH_EVERY and turn_ids == self._turn_ids
+        is_known = self._age < SEARCH_EVERY and attempt_ids == self._turn_ids
         if is_known and self._holds(slices, chunk_tokens):
             return self._found
         found = self._found = shared_pages(slices, chunk_tokens)
-        self._turn_ids, self._age = turn_ids, 0
+        self._turn_ids, self._age = attempt_ids, 0
         self._fronts = []
         for group, num_pages in enumerate(found.group_pages if found is not None else ()):
             assert found is not None

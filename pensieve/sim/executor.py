@@ -83,8 +83,8 @@ class ModelledExecutor:
     def launch(self, iteration: Iteration) -> None:
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         for start in iteration.started:
-            token = SampledToken(start.turn_id, 0)  # all tokens of a turn are equal
-            self._turns[start.turn_id] = (len(start.context), token)
+            token = SampledToken(start.attempt_id, 0)  # all tokens of a turn are equal
+            self._turns[start.attempt_id] = (len(start.context), token)
         now = self._clock.now()
         arrivals = self._swap_in(iteration, now)
         if iteration.groups:
@@ -92,8 +92,8 @@ class ModelledExecutor:
         else:
             ends = self._unstaged_end(iteration, now, arrivals)
         self._swap_out(iteration, now)
-        for turn_id in iteration.ended:
-            self._turns.pop(turn_id, None)
+        for attempt_id in iteration.ended:
+            self._turns.pop(attempt_id, None)
         self._launched.append((iteration, now, ends))
 
     def collect(self) -> Outcome:
@@ -107,7 +107,7 @@ class ModelledExecutor:
         now = self._clock.now()
         if self._watcher is not None:
             self._watcher(iteration, begun, now)
-        samples = [self._turns[each.turn_id][1] for each in iteration.slices if each.needs_token]
+        samples = [self._turns[each.attempt_id][1] for each in iteration.slices if each.needs_token]
         return Outcome(tuple(samples), self._finished(now))
 
     def _swap_in(self, iteration: Iteration, now: float) -> LayerArrivals:
@@ -165,7 +165,7 @@ class ModelledExecutor:
 
     def _is_decode(self, piece: Slice) -> bool:
         """Return whether a slice is of a generating turn: one token that sees all keys."""
-        return piece.stop - piece.start == 1 and piece.start >= self._turns[piece.turn_id][0]
+        return piece.stop - piece.start == 1 and piece.start >= self._turns[piece.attempt_id][0]
 
     def _compute_seconds(self, slices: Sequence[Slice]) -> float:
         return self._pass_seconds(slices)

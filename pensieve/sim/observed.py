@@ -42,10 +42,10 @@ class Observations:
     def add(self, replayed: Replayed) -> None:
         iteration, begun, ended, finished = replayed
         for start in iteration.started:
-            self._prompt_ends[start.turn_id] = len(start.context)
-        prefills = any(each.stop <= self._prompt_ends[each.turn_id] for each in iteration.slices)
-        for turn_id in iteration.ended:
-            self._prompt_ends.pop(turn_id, None)
+            self._prompt_ends[start.attempt_id] = len(start.context)
+        prefills = any(each.stop <= self._prompt_ends[each.attempt_id] for each in iteration.slices)
+        for attempt_id in iteration.ended:
+            self._prompt_ends.pop(attempt_id, None)
         alone, moves = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_ins)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_outs)

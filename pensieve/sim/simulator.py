@@ -241,11 +241,11 @@ class Simulator:
             if isinstance(event, SampledToken):
                 num_delivered += 1
                 if self._keep_gaps:
-                    turn_id = event.turn_id
-                    if counted and turn_id in since:
-                        gap = now - since[turn_id]
+                    attempt_id = event.attempt_id
+                    if counted and attempt_id in since:
+                        gap = now - since[attempt_id]
                         gaps[gap] = gaps.get(gap, 0) + 1
-                    since[turn_id] = now
+                    since[attempt_id] = now
             elif isinstance(event, TurnEnded):
                 self._end_turn(event, now)
         if counted:
@@ -255,8 +255,8 @@ class Simulator:
                 self.counts.gaps.add(gap, times)
 
     def _end_turn(self, event: TurnEnded, now: float) -> None:
-        name, arrival, since = self._turns.pop(event.turn_id)
-        self._last_token.pop(event.turn_id, None)
+        name, arrival, since = self._turns.pop(event.attempt_id)
+        self._last_token.pop(event.attempt_id, None)
         conversation, counts, usage = self._conversations[name], self.counts, event.usage
         conversation.running = False
         if event.failure is not None:
@@ -282,11 +282,11 @@ class Simulator:
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
         """Add up the cost of recomputing KV of earlier turns, which grows with the context."""
         for piece in iteration.slices:
-            turn, start = self.scheduler.turn(piece.turn_id), piece.start
+            turn, start = self.scheduler.turn(piece.attempt_id), piece.start
             if turn is None or start >= turn.history_tokens - 1:
                 continue
             stop = min(piece.stop, turn.history_tokens - 1, turn.computed_to)
-            if start < stop and self._turns[turn.turn_id][2] >= self._count_from:
+            if start < stop and self._turns[turn.attempt_id][2] >= self._count_from:
                 tokens = stop - start
                 middle = (start + stop) / 2
                 self.counts.recompute_cost += (

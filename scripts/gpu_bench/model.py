@@ -256,12 +256,12 @@ class Conversations:
         now = time.perf_counter()
         for event in events:
             if isinstance(event, SampledToken):
-                talk = self._running[event.turn_id][0]
+                talk = self._running[event.attempt_id][0]
                 talk.replied.append(len(talk.tokens))
                 talk.tokens.append(event.token_id)
                 self.output_tokens += 1
             elif isinstance(event, TurnEnded):
-                talk, since, output = self._running.pop(event.turn_id)
+                talk, since, output = self._running.pop(event.attempt_id)
                 self.num_shared += event.usage.shared_tokens
                 if self.num_cut:
                     continue

@@ -139,13 +139,13 @@ class _Executor(ModelledExecutor):
 
     def __init__(self, cost: CostModel, clock: VirtualClock, watch: Any) -> None:
         super().__init__(cost, clock, watch)
-        self.output_tokens: dict[int, int] = {}  # turn_id -> tokens that are left
+        self.output_tokens: dict[int, int] = {}  # attempt_id -> tokens that are left
 
     def collect(self) -> Outcome:
         outcome = super().collect()
         samples = []
         for sample in outcome.samples:
-            left = self.output_tokens[sample.turn_id] = self.output_tokens[sample.turn_id] - 1
+            left = self.output_tokens[sample.attempt_id] = self.output_tokens[sample.attempt_id] - 1
             samples.append(sample if left else replace(sample, stopped=True))
         return replace(outcome, samples=tuple(samples))
 
@@ -223,10 +223,10 @@ class BatchSimulator:
         messages = self.run.go()
         for message in messages:
             if isinstance(message, SubmitTurn):
-                request = self.run.request_of(message.turn_id)
+                request = self.run.request_of(message.attempt_id)
                 assert request is not None
                 outputs = self._batch[request].output_tokens
-                self.executor.output_tokens[message.turn_id] = outputs
+                self.executor.output_tokens[message.attempt_id] = outputs
             self.mailbox.put(message)
         return len(messages)
 
@@ -243,7 +243,7 @@ class BatchSimulator:
         figures.iterations += 1
         figures.iteration_tokens += iteration.num_tokens
         for piece in iteration.slices:
-            request = self.run.request_of(piece.turn_id)
+            request = self.run.request_of(piece.attempt_id)
             if request is not None:
                 prompt_end = len(self._batch[request].prompt)
                 figures.computed_tokens += max(min(piece.stop, prompt_end) - piece.start, 0)

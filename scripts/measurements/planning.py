@@ -85,7 +85,7 @@ def measure(
     def outcome_of(iteration: Iteration, ending: set[int]) -> Outcome:
         return Outcome(
             tuple(
-                SampledToken(piece.turn_id, 1, stopped=piece.turn_id in ending)
+                SampledToken(piece.attempt_id, 1, stopped=piece.attempt_id in ending)
                 for piece in iteration.slices
                 if piece.needs_token
             ),

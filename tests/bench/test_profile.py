@@ -48,15 +48,15 @@ class LawfulMachine:
 
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:
-            self._logs[start.turn_id] = len(start.context)
+            self._logs[start.attempt_id] = len(start.context)
         pages = [page for piece in iteration.slices for page in piece.page_table]
         assert len(pages) == len(set(pages)), "two slices share a page"
-        turns = [piece.turn_id for piece in iteration.slices]
+        turns = [piece.attempt_id for piece in iteration.slices]
         assert len(turns) == len(set(turns)), "a turn has two slices"
         for piece in iteration.slices:
             assert len(piece.token_ids) == piece.num_tokens
             assert len(piece.page_table) * 32 >= piece.stop
-            assert self._logs[piece.turn_id] >= piece.stop
+            assert self._logs[piece.attempt_id] >= piece.stop
         if self.spans:
             assert self.filled.issuperset(pages), "a page was never written"
         for copy in iteration.copies:
@@ -70,7 +70,7 @@ class LawfulMachine:
         noise = pause * max(1 + self._draw.gauss(0, self._noise), 0.5)
         self.now += noise * self._law.iteration_seconds(spans) + moves * PAGE_SECONDS
         samples = [
-            SampledToken(piece.turn_id, 7) for piece in iteration.slices if piece.needs_token
+            SampledToken(piece.attempt_id, 7) for piece in iteration.slices if piece.needs_token
         ]
         came, went = iteration.swap_ins, iteration.swap_outs
         moved = (*(each.copy_id for each in came), *(each.copy_id for each in went))

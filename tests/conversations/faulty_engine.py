@@ -69,9 +69,9 @@ class FaultyExecutor:
         outcome = self._executor.collect()
         if self._fault != "nan":
             return outcome
-        turn_id = self._iteration.slices[0].turn_id
-        others = tuple(each for each in outcome.samples if each.turn_id != turn_id)
-        failure = TurnFailure(turn_id, "NAN_LOGITS", "logits are not numbers")
+        attempt_id = self._iteration.slices[0].attempt_id
+        others = tuple(each for each in outcome.samples if each.attempt_id != attempt_id)
+        failure = TurnFailure(attempt_id, "NAN_LOGITS", "logits are not numbers")
         return Outcome(others, outcome.finished_copies, (failure,))
 
 

@@ -43,7 +43,7 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:
             text = written(self._next_reply())
-            self._left[start.turn_id] = [*self._tokenizer.encode(text).ids, self._end_id]
+            self._left[start.attempt_id] = [*self._tokenizer.encode(text).ids, self._end_id]
         super().launch(iteration)
 
     def collect(self) -> Outcome:
@@ -51,11 +51,11 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
         samples = []
         for piece in iteration.slices:
             if piece.needs_token:
-                token_id = self._left[piece.turn_id].pop(0)
-                text, stopped = self._turns[piece.turn_id].text.push(token_id, piece.is_last)
-                repeats = self._turns[piece.turn_id].text.repeats
+                token_id = self._left[piece.attempt_id].pop(0)
+                text, stopped = self._turns[piece.attempt_id].text.push(token_id, piece.is_last)
+                repeats = self._turns[piece.attempt_id].text.repeats
                 samples.append(
-                    SampledToken(piece.turn_id, token_id, text, stopped, repeats=repeats)
+                    SampledToken(piece.attempt_id, token_id, text, stopped, repeats=repeats)
                 )
         copied = (each.copy_id for each in iteration.swap_ins)
         stored = (each.copy_id for each in iteration.swap_outs)

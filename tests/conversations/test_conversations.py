@@ -125,7 +125,7 @@ def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:
     conversations.interrupt(first.turn_id)
     second = conversations.send("again", "Oslo", request_id="r", sampling=sampling)
     assert (second.turn_id, second.attempt) == (first.turn_id, 2)
-    assert second.number != first.number
+    assert second.attempt_id != first.attempt_id
     finish(runtime, [second])
     assert second.num_tokens == 20
     assert second.finish is FinishReason.LENGTH

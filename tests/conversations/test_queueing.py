@@ -41,7 +41,7 @@ def live_turn(
         *(1, "c", 0, 5),
         request=ask,
         tenant=tenant,
-        number=next(NUMBERS),
+        attempt_id=next(NUMBERS),
         admitted=begun,
         weight=weight,
         priority=priority,

@@ -87,7 +87,7 @@ def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path
         async def fail() -> None:
             had, came = rig.daemon.conversations.turns.all_live()
             failed = FinishReason.FAILED
-            end = TurnEnded(had.number, had.conversation_id, failed, Usage(), "ENGINE_FAILED")
+            end = TurnEnded(had.attempt_id, had.conversation_id, failed, Usage(), "ENGINE_FAILED")
             rig.daemon._on_events([end])
             rig.daemon._on_down("it has failed")
             assert set(rig.daemon.conversations.turns.suspects._records) == {had.turn_id}

@@ -55,7 +55,7 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Start
 
 
 def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:
-    return TurnEnded(live.number, live.conversation_id, finish, Usage(recomputed_tokens=4))
+    return TurnEnded(live.attempt_id, live.conversation_id, finish, Usage(recomputed_tokens=4))
 
 
 class Scene:
@@ -88,7 +88,7 @@ class Scene:
 
 def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
     live, submit = turns.begin(begun(1, tenant="acme"), NOW)
-    assert (submit.turn_id, submit.conversation_id) == (live.number, "acme/c1")
+    assert (submit.attempt_id, submit.conversation_id) == (live.attempt_id, "acme/c1")
     assert (submit.first_position, submit.history_tokens) == (10, 10)
     assert array("I", submit.tokens) == array("I", [5, 6, 7])
     assert turns.of_conversation("c1", "acme") is live
@@ -99,11 +99,11 @@ def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
 def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
-    turns.take(SampledToken(live.number, 8, "a"))
+    turns.take(SampledToken(live.attempt_id, 8, "a"))
     scene.ends.stop(live)
     scene.ends.stop(live)
-    assert scene.told == [CancelTurn(live.number, 14)]  # 10 + 3 + 1 tokens
-    turns.take(SampledToken(live.number, 9, "b"))
+    assert scene.told == [CancelTurn(live.attempt_id, 14)]  # 10 + 3 + 1 tokens
+    turns.take(SampledToken(live.attempt_id, 9, "b"))
     scene.ends.engine_ended(ended(live))
     (reply,) = scene.replies
     assert (reply.token_ids, reply.text) == ((8,), "a")
@@ -118,12 +118,12 @@ def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Tur
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
     for number, text in enumerate("abcd"):
-        turns.take(SampledToken(live.number, number, text))
+        turns.take(SampledToken(live.attempt_id, number, text))
     scene.ends.stop(live, 9)
     scene.ends.stop(live, 2)
     assert (live.num_tokens, live.text) == (2, "ab")
     scene.ends.stop(live, 3)
-    assert scene.told == [CancelTurn(live.number, 17)]  # all four tokens of the reply
+    assert scene.told == [CancelTurn(live.attempt_id, 17)]  # all four tokens of the reply
     scene.ends.engine_ended(ended(live, FinishReason.STOP))
     (reply,) = scene.replies
     assert (reply.token_ids, reply.text) == ((0, 1), "ab")
@@ -133,10 +133,10 @@ def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Tur
 def test_to_keep_nothing_is_to_give_up(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
-    turns.take(SampledToken(live.number, 8, "a"))
+    turns.take(SampledToken(live.attempt_id, 8, "a"))
     scene.ends.stop(live, 0)
     assert (scene.interrupted, scene.replies) == ([live.turn_id], [])
-    assert scene.told == [CancelTurn(live.number, 10)]
+    assert scene.told == [CancelTurn(live.attempt_id, 10)]
     assert live.finish is FinishReason.CANCELLED
     assert isinstance(live.failure, TurnInterrupted)
 
@@ -159,12 +159,12 @@ def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
     def after_that() -> None:
         scene.ends.engine_ended(ended(giving_up))
         scene.ends.stop(giving_up)
-        assert turns.take(SampledToken(giving_up.number, 8, "a")) is giving_up
+        assert turns.take(SampledToken(giving_up.attempt_id, 8, "a")) is giving_up
         assert giving_up.phase is TurnPhase.GIVING_UP
 
     scene.in_store = after_that
     scene.ends.give_up(giving_up)
-    assert scene.told == [CancelTurn(giving_up.number, 10)]
+    assert scene.told == [CancelTurn(giving_up.attempt_id, 10)]
     assert (giving_up.num_tokens, len(scene.replies)) == (0, 1)
     assert giving_up.phase is TurnPhase.ENDED
     with pytest.raises(AssertionError):
@@ -183,8 +183,8 @@ def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
     scene = Scene(turns)
     scene.ends.give_up(live)
     again, submit = turns.begin(begun(1), NOW)
-    assert submit.turn_id != live.number
-    assert turns.take(SampledToken(live.number, 8, "a")) is None
+    assert submit.attempt_id != live.attempt_id
+    assert turns.take(SampledToken(live.attempt_id, 8, "a")) is None
     scene.ends.engine_ended(ended(live))
     assert scene.replies == []
     assert again.num_tokens == 0

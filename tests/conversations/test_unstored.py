@@ -150,7 +150,7 @@ def test_the_next_prompt_goes_on_from_the_whole_chunks_of_the_one_before(rig: Da
     assert second.figures["recomputed_tokens"] == 0
     assert second.reply.token_ids == expected(again, 5)
     (kept,) = cached(rig)  # the second has all chunks of the first
-    assert kept.conversation_id == str(second.number)
+    assert kept.conversation_id == str(second.attempt_id)
     assert kept.device_tokens == (len(again) + 4) // 32 * 32
     assert rig.call(rig.daemon.check()) == []
 
@@ -414,8 +414,8 @@ def test_the_engine_never_asks_for_its_log_and_one_it_asks_for_fails_by_itself(
     live, other = begin(slow, PROMPT, options(90_000)), begin(slow, PROMPT, options(60))
 
     async def ask_for_the_log() -> None:
-        key = unstored_key("", live.number)
-        slow.daemon.conversations.take([LogNeeded(live.number, key, 7)])
+        key = unstored_key("", live.attempt_id)
+        slow.daemon.conversations.take([LogNeeded(live.attempt_id, key, 7)])
 
     slow.call(ask_for_the_log())
     with pytest.raises(TurnInterrupted):
@@ -425,7 +425,7 @@ def test_the_engine_never_asks_for_its_log_and_one_it_asks_for_fails_by_itself(
 
 def test_no_name_that_a_client_can_say_is_its_own(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(60))
-    key = unstored_key("", live.number)
+    key = unstored_key("", live.attempt_id)
     for name in (key, key.replace("/", "~"), str(live.turn_id)):
         with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
             slow.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=name))

@@ -155,7 +155,7 @@ def test_nothing_of_a_turn_that_fails_is_found() -> None:
     stage = Stage(20, 0)
     say(stage, "a", [*TEXT, 1])
     failing = ask(stage, "b", [*TEXT, 2])
-    stage.executor.failing_turns.add(failing.turn_id)
+    stage.executor.failing_turns.add(failing.attempt_id)
     stage.until_ended(failing)
     assert len(stage.cache.content) == 0
     usage = say(stage, "c", [*TEXT, 3]).usage

@@ -19,7 +19,7 @@ def one_by_one() -> Stage:
 def admitted(turns: list[Turn]) -> list[Turn]:
     """Return the admitted turns in the order of their admission."""
     known = [turn for turn in turns if turn.usage.admitted_at is not None]
-    return sorted(known, key=lambda turn: (turn.usage.admitted_at, turn.turn_id))
+    return sorted(known, key=lambda turn: (turn.usage.admitted_at, turn.attempt_id))
 
 
 def test_a_flood_delays_another_share_by_one_turn() -> None:

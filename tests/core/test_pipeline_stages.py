@@ -96,13 +96,13 @@ def test_the_turns_that_waited_longest_are_in_the_next_micro_batch() -> None:
     batches = MicroBatches(SchedulerConfig(16, 8, stages=2))
     turns: list[Any] = [
         SimpleNamespace(
-            turn_id=number, is_background=False, pending_tokens=0, is_prefill=False, tokens=[1]
+            attempt_id=number, is_background=False, pending_tokens=0, is_prefill=False, tokens=[1]
         )
         for number in range(6)
     ]
     builder: Any = SimpleNamespace(others_generate=False)
     rounds = [
-        {turn.turn_id for turn in batches.chosen(turns, turns, builder, background=False)}
+        {turn.attempt_id for turn in batches.chosen(turns, turns, builder, background=False)}
         for _ in range(8)
     ]
     assert all(len(each) == 3 for each in rounds)

@@ -111,7 +111,7 @@ def begin_with_anothers(original: Any, scheduler: Scheduler, turn: Turn, now: fl
 def append_twice(original: Any, scheduler: Scheduler, iteration: Any, *rest: Any) -> Any:
     news = original(scheduler, iteration, *rest)
     for each in news[:1]:
-        turn = scheduler.turn(each.turn_id) if isinstance(each, SampledToken) else None
+        turn = scheduler.turn(each.attempt_id) if isinstance(each, SampledToken) else None
         if turn is not None and turn.finish is None:
             turn.tokens.append(each.token_id)
     return news
@@ -241,7 +241,7 @@ def revive(original: Any, tiers: Tiers, chunk: Chunk) -> None:
 
 def count_for_ever(original: Any, preemption: Preemption, turn: Turn) -> None:
     """Turns that have ended still count as running."""
-    place = preemption._places.get(turn.turn_id)
+    place = preemption._places.get(turn.attempt_id)
     original(preemption, turn)
     if place is not None:
         preemption._num_running[place] += 1
@@ -426,7 +426,7 @@ def copy_a_chunk_that_is_being_repaired() -> None:
     assert stage.where("a") == "--xx"
     a, b = stage.ask("a", 3, 5), stage.ask("b", 3, 5)
     first = stage.next()
-    assert {piece.turn_id for piece in first.slices} == {a.turn_id, b.turn_id}
+    assert {piece.attempt_id for piece in first.slices} == {a.attempt_id, b.attempt_id}
     stage.run_until_idle()
 
 

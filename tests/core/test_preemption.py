@@ -34,7 +34,7 @@ def iterations_until(stage: Stage, turn: Turn) -> int:
     for number in range(50):
         stage.step()
         pieces = stage.latest.slices if stage.latest is not None else ()
-        if any(piece.turn_id == turn.turn_id for piece in pieces):
+        if any(piece.attempt_id == turn.attempt_id for piece in pieces):
             return number
     raise AssertionError("it gets no place")
 

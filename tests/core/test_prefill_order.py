@@ -19,7 +19,9 @@ def stage_of_prompts() -> Stage:
 def tokens_of(stage: Stage, turn: Turn) -> int:
     """Return the turn's tokens in the last iteration."""
     assert stage.latest is not None
-    return sum(each.num_tokens for each in stage.latest.slices if each.turn_id == turn.turn_id)
+    return sum(
+        each.num_tokens for each in stage.latest.slices if each.attempt_id == turn.attempt_id
+    )
 
 
 def test_the_shortest_remaining_goes_first_and_the_first_that_came_goes_on() -> None:

@@ -32,7 +32,7 @@ def two(world: Stage, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, T
 def streamed(iteration: Iteration) -> list[int]:
     """Return the ids of the streamed turns, group by group."""
     return [
-        piece.turn_id
+        piece.attempt_id
         for group in iteration.groups
         for piece in iteration.slices[group.first_slice : group.stop_slice]
     ]
@@ -48,8 +48,8 @@ def test_a_turn_for_which_the_device_has_no_room_streams() -> None:
     assert c.streamed
     iteration = world.next()
     assert world.where("b") == "h" * len(b.chunks)
-    assert sorted(streamed(iteration)) == [b.turn_id, c.turn_id]
-    assert iteration.slices[0].turn_id == a.turn_id
+    assert sorted(streamed(iteration)) == [b.attempt_id, c.attempt_id]
+    assert iteration.slices[0].attempt_id == a.attempt_id
     world.run_until_idle()
     assert world.scheduler.counters.suspensions == 0
 
@@ -75,7 +75,7 @@ def test_a_group_names_each_page_once_and_what_is_written() -> None:
     iteration = world.next()
     [group] = iteration.groups
     [piece] = iteration.slices[group.first_slice : group.stop_slice]
-    assert (piece.turn_id, piece.start, piece.stop) == (b.turn_id, 20, 21)
+    assert (piece.attempt_id, piece.start, piece.stop) == (b.attempt_id, 20, 21)
     assert piece.page_table.tolist() == [0, 1, 2, 3, 4, 5]
     assert group.host_pages == b.page_table
     assert group.loaded_slots.tolist() == [4, 4, 4, 4, 4, 0]
@@ -113,7 +113,7 @@ def test_groups_are_kept_and_arranged_anew_when_they_do_not_fit() -> None:
         assert all(len(group.host_pages) <= 8 for group in iteration.groups)
         seen.append(
             [
-                [each.turn_id for each in iteration.slices[group.first_slice : group.stop_slice]]
+                [each.attempt_id for each in iteration.slices[group.first_slice : group.stop_slice]]
                 for group in iteration.groups
             ]
         )

@@ -13,7 +13,7 @@ def test_a_failed_turn_ends_alone_and_its_pages_are_not_kept() -> None:
     stage.say("a", 8)
     stage.run_until_idle()
     bad, good = stage.ask("a", 4, 3), stage.ask("b", 4, 3)
-    stage.executor.failing_turns = {bad.turn_id}
+    stage.executor.failing_turns = {bad.attempt_id}
     stage.next()
     assert bad.finish is FinishReason.FAILED
     assert good.finish is None
@@ -32,11 +32,13 @@ def test_a_chunk_that_a_failed_turn_repaired_is_repaired_again_for_its_other_hol
     for failing in (False, False, True):
         iteration = scheduler.plan(stage.now)
         assert iteration is not None
-        sampled = [piece.turn_id for piece in iteration.slices if piece.needs_token]
+        sampled = [piece.attempt_id for piece in iteration.slices if piece.needs_token]
         samples = [
-            SampledToken(turn_id, 1) for turn_id in sampled if not failing or turn_id != a.turn_id
+            SampledToken(attempt_id, 1)
+            for attempt_id in sampled
+            if not failing or attempt_id != a.attempt_id
         ]
-        failures = (TurnFailure(a.turn_id, "NAN_LOGITS", "a row was NaN"),) if failing else ()
+        failures = (TurnFailure(a.attempt_id, "NAN_LOGITS", "a row was NaN"),) if failing else ()
         scheduler.commit(iteration, Outcome(tuple(samples), (), failures), stage.now)
     assert (a.finish, b.finish) == (FinishReason.FAILED, None)
     assert [chunk.filled for chunk in stage.chunks("b")] == [0, 4, 3]
@@ -54,7 +56,7 @@ def test_a_turn_at_the_end_of_a_page_survives_the_failure_of_another() -> None:
     assert iteration is not None
     assert len(b.tokens) == 4 * len(b.chunks) == 12
     outcome = Outcome(
-        (SampledToken(b.turn_id, 1),), (), (TurnFailure(a.turn_id, "NAN_LOGITS", ""),)
+        (SampledToken(b.attempt_id, 1),), (), (TurnFailure(a.attempt_id, "NAN_LOGITS", ""),)
     )
     scheduler.commit(iteration, outcome, stage.now)
     scheduler.check(stage.now)
@@ -73,7 +75,7 @@ def test_a_failed_turn_discards_what_it_wrote_and_no_longer_holds() -> None:
     stage.scheduler._suspend(a, stage.now)
     stage.next()
     assert stage.chunks("a")[0] is not stage.chunks("b")[0]
-    stage.executor.failing_turns = {a.turn_id}
+    stage.executor.failing_turns = {a.attempt_id}
     stage.next()
     assert a.finish is FinishReason.FAILED
     assert stage.cache.available == 16
@@ -95,7 +97,7 @@ def test_a_copy_of_what_a_failed_turn_wrote_is_not_trusted() -> None:
     stage.next()
     stage.say("b", 3)
     assert stage.cache.counters.copied_on_write == 1
-    stage.executor.failing_turns = {a.turn_id}
+    stage.executor.failing_turns = {a.attempt_id}
     stage.until_ended(a)
     stage.executor.failing_turns = set()
     stage.say("b", 1)

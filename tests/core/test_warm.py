@@ -48,7 +48,7 @@ def test_a_warm_that_had_nothing_to_compute_is_forgotten() -> None:
         stage.run_until_idle()
     turn = stage.ask("b", 2, 3)
     stage.next()
-    assert stage.executor.known_turns == [turn.turn_id]
+    assert stage.executor.known_turns == [turn.attempt_id]
 
 
 def test_a_warm_is_the_first_to_give_way() -> None:

@@ -210,7 +210,7 @@ class World:
         self.logs: dict[str, list[int]] = {}
         self.commits: dict[str, list[int]] = {}  # lengths of the log after each turn
         self.turns: dict[str, Turn] = {}  # conversation -> running turn
-        self.names: dict[int, str] = {}  # turn_id -> conversation
+        self.names: dict[int, str] = {}  # attempt_id -> conversation
         self.launched: list[Iteration] = []
         self.latest: Iteration | None = None  # planned in the last step
         self.num_replies = 0
@@ -307,7 +307,7 @@ class World:
         if background:
             share = "~batch"
         turn = Turn(
-            turn_id=self._num_turns,
+            attempt_id=self._num_turns,
             conversation_id=name,
             tokens=tokens,
             history_tokens=len(log),
@@ -328,7 +328,7 @@ class World:
             known = conversation.identities if conversation is not None else None
             turn.identities = known.beginning(len(log)) if known else self._identities(root)
             turn.is_temporary = not log and self.repeats.random() < 0.4
-        self.names[turn.turn_id] = name
+        self.names[turn.attempt_id] = name
         self.turns[name] = turn
         self.scheduler.submit(turn, self.clock.now())
 
@@ -349,7 +349,7 @@ class World:
         keep = turn.history_tokens
         if not turn.warm and self.random.random() < 0.7 and len(turn.tokens) > turn.prompt_end:
             keep = self.random.randint(turn.prompt_end + 1, len(turn.tokens))
-        self.scheduler.cancel(turn.turn_id, keep, self.clock.now())
+        self.scheduler.cancel(turn.attempt_id, keep, self.clock.now())
         self._take_ends()
 
     def fork(self, name: str, at: int | None = None) -> str:
@@ -488,7 +488,7 @@ class World:
             return
         moving = {swap.source for swap in self.cache.tiers.swaps.values() if not swap.inward}
         for piece in iteration.slices:
-            turn = self.scheduler.turn(piece.turn_id)
+            turn = self.scheduler.turn(piece.attempt_id)
             assert turn is not None
             own = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
             repaired = [c for c in turn.chunks if c in turn.written and c not in own]
@@ -538,11 +538,13 @@ class World:
             tokens = list(turn.tokens[: turn.keep_tokens])
             said = tokens[turn.prompt_end :]
             expected = reply_to(turn.tokens[: turn.prompt_end], turn.length_max, self.shape.stops)
-            assert said == expected[: len(said)], f"turn {turn.turn_id} said something else"
+            assert said == expected[: len(said)], f"turn {turn.attempt_id} said something else"
         else:
             tokens = list(turn.tokens)
             expected = reply_to(tokens[: turn.prompt_end], turn.length_max, self.shape.stops)
-            assert tokens[turn.prompt_end :] == expected, f"turn {turn.turn_id} said something else"
+            assert tokens[turn.prompt_end :] == expected, (
+                f"turn {turn.attempt_id} said something else"
+            )
             self.num_replies += 1
         if self.shape.repeating:
             self.said = [*self.said[-30:], tokens]
@@ -557,7 +559,7 @@ class World:
 class Places:
     """The running, suspended and waiting turns before an iteration is planned."""
 
-    levels: dict[int, int]  # levels of the running turns, by turn_id
+    levels: dict[int, int]  # levels of the running turns, by attempt_id
     suspended: list[Turn]
     queued: list[Turn]
     num_preemptions: int
@@ -565,7 +567,7 @@ class Places:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Places:
-        levels = {turn.turn_id: turn.level for turn in scheduler.running.values()}
+        levels = {turn.attempt_id: turn.level for turn in scheduler.running.values()}
         suspended, queued = list(scheduler.suspended), list(scheduler.queued)
         num_preemptions = scheduler.counters.preemptions
         return cls(levels, suspended, queued, num_preemptions, scheduler.preemption.claimant)
@@ -576,25 +578,25 @@ class Places:
         A suspended turn resumes before other turns of its level. A turn that gives way to another turn of
         its share was below that turn, and its level rises by one.
         """
-        running, queued = scheduler.running, {turn.turn_id for turn in scheduler.queued}
-        still_suspended = {turn.turn_id for turn in scheduler.suspended}
+        running, queued = scheduler.running, {turn.attempt_id for turn in scheduler.queued}
+        still_suspended = {turn.attempt_id for turn in scheduler.suspended}
         # A streamed turn takes no page that another turn waits for.
-        came = [turn for turn in self.queued if turn.turn_id in running and not turn.streamed]
+        came = [turn for turn in self.queued if turn.attempt_id in running and not turn.streamed]
         for turn in came:
             for each in self.queued:
-                if each.turn_id in queued and each.share == turn.share:
+                if each.attempt_id in queued and each.share == turn.share:
                     same_line = scheduler.queued.line_of(each) == scheduler.queued.line_of(turn)
                     assert each.num_passed <= PASSES_MAX
                     passed = same_line and each.arrival < turn.arrival
                     assert not passed or each.num_passed, f"{turn} overtook {each}"
             for each in self.suspended:
-                passed = each.turn_id in still_suspended and each.share == turn.share
+                passed = each.attempt_id in still_suspended and each.share == turn.share
                 if turn.is_background and each.arrival > turn.arrival:
                     passed = False  # with little room, the turn that came earlier may keep it
                 if passed and turn is not self.claimant and not each.moved_back:
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():
-            level = self.levels.get(turn.turn_id, turn.level)
+            level = self.levels.get(turn.attempt_id, turn.level)
             assert scheduler.config.time_share or not turn.moved_back, (
                 f"{turn} gave way to its equal"
             )
@@ -668,7 +670,7 @@ class Stage(World):
         self.clock.advance(seconds)
 
     def cancel_at(self, turn: Turn, keep_tokens: int) -> None:
-        self.scheduler.cancel(turn.turn_id, keep_tokens, self.clock.now())
+        self.scheduler.cancel(turn.attempt_id, keep_tokens, self.clock.now())
         self._take_ends()
 
     def fork_at(self, source: str, num_tokens: int, target: str) -> None:
@@ -691,7 +693,7 @@ class Stage(World):
         """Return (conversation, start, stop) of each slice in the last step."""
         assert self.latest is not None, "there was nothing to do"
         return [
-            (self.names[piece.turn_id], piece.start, piece.stop) for piece in self.latest.slices
+            (self.names[piece.attempt_id], piece.start, piece.stop) for piece in self.latest.slices
         ]
 
     def chunks(self, name: str) -> list[Chunk]:

@@ -49,11 +49,11 @@ class ListSink:
         self.events.extend(events)
 
     def ends(self) -> dict[int, TurnEnded]:
-        return {event.turn_id: event for event in self.events if isinstance(event, TurnEnded)}
+        return {event.attempt_id: event for event in self.events if isinstance(event, TurnEnded)}
 
-    def reply_of(self, turn_id: int) -> list[int]:
+    def reply_of(self, attempt_id: int) -> list[int]:
         deltas = [event for event in self.events if isinstance(event, SampledToken)]
-        return [event.token_id for event in deltas if event.turn_id == turn_id]
+        return [event.token_id for event in deltas if event.attempt_id == attempt_id]
 
 
 class Auditor:
@@ -150,9 +150,11 @@ def options_of(reply: int) -> TurnOptions:
 
 
 def submit(
-    turn_id: int, name: str, log: list[int], prompt: list[int], reply: int = 6, root: str = ""
+    attempt_id: int, name: str, log: list[int], prompt: list[int], reply: int = 6, root: str = ""
 ) -> SubmitTurn:
-    return SubmitTurn(turn_id, name, packed(log + prompt), len(log), options_of(reply), root=root)
+    return SubmitTurn(
+        attempt_id, name, packed(log + prompt), len(log), options_of(reply), root=root
+    )
 
 
 def traffic(
@@ -165,7 +167,7 @@ def traffic(
     choose = random.Random(seed)
     logs: dict[str, list[int]] = {}
     prompts: dict[int, tuple[str, list[int]]] = {}
-    turn_id, num_names, num_seen = 0, 0, 0
+    attempt_id, num_names, num_seen = 0, 0, 0
     for _ in range(num_messages):
         running = {name for turn, (name, _) in prompts.items() if turn not in rig.sink.ends()}
         resting = [name for name in logs if name not in running]
@@ -176,15 +178,15 @@ def traffic(
                 logs[f"c{num_names}"] = []
                 resting.append(f"c{num_names}")
             if resting:
-                turn_id += 1
+                attempt_id += 1
                 name = choose.choice(resting)
                 prompt = [choose.randrange(500) for _ in range(choose.randint(1, 9))]
                 if len(roots) > 1 and choose.random() < 0.7:
                     prompt = [*range(choose.randint(1, 16)), *prompt[:2]]
-                prompts[turn_id] = (name, logs[name] + prompt)
+                prompts[attempt_id] = (name, logs[name] + prompt)
                 reply = choose.randint(1, reply_max)
                 root = roots[crc32(name.encode()) % len(roots)]
-                rig.mailbox.put(submit(turn_id, name, logs[name], prompt, reply, root))
+                rig.mailbox.put(submit(attempt_id, name, logs[name], prompt, reply, root))
         elif roll < 0.7 and running:
             turn, (name, _) = next((t, p) for t, p in prompts.items() if p[0] in running)
             rig.mailbox.put(CancelTurn(turn, len(logs[name])))
@@ -208,8 +210,8 @@ def traffic(
             rig.clock.advance(choose.choice((0.01, 5.0)))
         for event in rig.sink.events[num_seen:]:
             if isinstance(event, TurnEnded):
-                name, context = prompts[event.turn_id]
-                sampled = rig.sink.reply_of(event.turn_id)
+                name, context = prompts[event.attempt_id]
+                sampled = rig.sink.reply_of(event.attempt_id)
                 if event.finish in (FinishReason.STOP, FinishReason.LENGTH):
                     assert sampled == reply_to(context, len(context) + len(sampled))
                     logs[name] = context + sampled

@@ -86,7 +86,7 @@ class Bench:
         def counted(iteration: Iteration) -> None:
             launch(iteration)
             for piece in iteration.slices:
-                number = self.run.request_of(piece.turn_id)
+                number = self.run.request_of(piece.attempt_id)
                 prompt = len(self.requests[number].tokens) if number is not None else 0
                 self.computed_tokens += max(min(piece.stop, prompt) - piece.start, 0)
 
@@ -437,20 +437,20 @@ Change = Callable[..., Any]
 def twice(original: Change, run: BatchRun, active: Any, event: TurnEnded) -> Any:
     result = original(run, active, event)
     if result is not None:
-        run._active[event.turn_id] = active
+        run._active[event.attempt_id] = active
     return result
 
 
 def lost_when_cancelled(original: Change, run: BatchRun, active: Any, event: TurnEnded) -> Any:
     if event.finish is FinishReason.CANCELLED:
-        del run._active[event.turn_id]
+        del run._active[event.attempt_id]
         return None
     return original(run, active, event)
 
 
 def partial_reply(original: Change, run: BatchRun, active: Any, event: TurnEnded) -> Any:
     if event.finish is FinishReason.CANCELLED:
-        event = TurnEnded(event.turn_id, event.conversation_id, FinishReason.STOP, event.usage)
+        event = TurnEnded(event.attempt_id, event.conversation_id, FinishReason.STOP, event.usage)
     return original(run, active, event)
 
 

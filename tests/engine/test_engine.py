@@ -58,7 +58,7 @@ def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool) 
         assert rig.engine.step()
         rig.clock.advance(0.05)
     assert rig.sink.ends()[1].finish is FinishReason.STOP
-    assert (rig.scheduler.cache.conversations["a"].turn_id is None) == (depth == 1)
+    assert (rig.scheduler.cache.conversations["a"].attempt_id is None) == (depth == 1)
     rig.mailbox.put(EvictConversation("a", to_host=to_host, query_id=7))
     rig.run()
     answer = next(event for event in rig.sink.events if isinstance(event, Answer))
@@ -112,10 +112,12 @@ def test_a_second_turn_beside_a_running_one_is_refused() -> None:
 
 def test_the_queue_is_bounded_and_says_so() -> None:
     rig = Rig()
-    for turn_id in range(1, 7):
-        rig.mailbox.put(submit(turn_id, f"c{turn_id}", [], [turn_id]))
+    for attempt_id in range(1, 7):
+        rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id]))
     rig.run()
-    refused = [turn_id for turn_id, end in rig.sink.ends().items() if end.failure == "QUEUE_FULL"]
+    refused = [
+        attempt_id for attempt_id, end in rig.sink.ends().items() if end.failure == "QUEUE_FULL"
+    ]
     assert refused == [5, 6]
 
 

@@ -80,17 +80,17 @@ class Side(Rig):
 
     def say(self, name: str, log: list[int], prompt: list[int], reply: int = 6) -> list[int]:
         """Run a whole turn and return the log after it."""
-        turn_id = self.put(name, log, prompt, reply)
+        attempt_id = self.put(name, log, prompt, reply)
         self.run()
-        return self.end_of(turn_id, log + prompt)
+        return self.end_of(attempt_id, log + prompt)
 
     def put(self, name: str, log: list[int], prompt: list[int], reply: int = 6) -> int:
         self.num_turns += 1
         self.mailbox.put(submit(self.num_turns, name, log, prompt, reply))
         return self.num_turns
 
-    def end_of(self, turn_id: int, context: list[int]) -> list[int]:
-        said = self.sink.reply_of(turn_id)
+    def end_of(self, attempt_id: int, context: list[int]) -> list[int]:
+        said = self.sink.reply_of(attempt_id)
         assert said == reply_to(context, len(context) + len(said))
         return context + said
 
@@ -207,13 +207,13 @@ def test_what_lies_on_the_host_goes_too_and_the_log_goes_with_it() -> None:
     source.mailbox.put(EvictConversation("a", to_host=True))
     source.run()
     hand_over(source, target, "a", log)
-    turn_id = target.put("a", log, [5])
+    attempt_id = target.put("a", log, [5])
     message = target.mailbox.drain()[0]
     assert isinstance(message, SubmitTurn)
     without = replace(message, tokens=packed([5]), first_position=len(log))
     assert not any(type(each).__name__ == "LogNeeded" for each in crossed(target.engine, without))
     target.run()
-    target.end_of(turn_id, [*log, 5])
+    target.end_of(attempt_id, [*log, 5])
     assert target.recomputed() == 0
 
 

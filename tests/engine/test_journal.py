@@ -72,7 +72,7 @@ def test_a_journal_knows_whose_turns_waited() -> None:
         turn = submit(number, f"{share}/c{number}", [], [1, 2, 3, 4, 5])
         rig.mailbox.put(replace(turn, share=share, weight=weight))
     rig.run()
-    admitted = [each.turn_id for each in rig.sink.events if isinstance(each, TurnAdmitted)]
+    admitted = [each.attempt_id for each in rig.sink.events if isinstance(each, TurnAdmitted)]
     assert admitted == [1, 3, 4, 2]
     lines.seek(0)
     assert replay(lines) == rig.scheduler.counters.iterations

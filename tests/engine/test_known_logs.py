@@ -24,14 +24,16 @@ from tests.fakes import reply_to
 PROMPT = [5, 6, 7]
 
 
-def new(turn_id: int, name: str, log: list[int], prompt: list[int]) -> SubmitTurn:
+def new(attempt_id: int, name: str, log: list[int], prompt: list[int]) -> SubmitTurn:
     """Return a turn as the service submits it."""
     length = len(log)
-    return SubmitTurn(turn_id, name, packed(prompt), length, options_of(6), first_position=length)
+    return SubmitTurn(
+        attempt_id, name, packed(prompt), length, options_of(6), first_position=length
+    )
 
 
-def warm(turn_id: int, name: str, log: list[int]) -> SubmitTurn:
-    return SubmitTurn(turn_id, name, b"", len(log), warm=True, first_position=len(log))
+def warm(attempt_id: int, name: str, log: list[int]) -> SubmitTurn:
+    return SubmitTurn(attempt_id, name, b"", len(log), warm=True, first_position=len(log))
 
 
 def first_turn(rig: Rig, name: str = "a") -> list[int]:
@@ -45,8 +47,8 @@ def needed(rig: Rig) -> list[LogNeeded]:
     return [event for event in rig.sink.events if isinstance(event, LogNeeded)]
 
 
-def end_of(rig: Rig, turn_id: int) -> TurnEnded:
-    (end,) = [e for e in rig.sink.events if isinstance(e, TurnEnded) and e.turn_id == turn_id]
+def end_of(rig: Rig, attempt_id: int) -> TurnEnded:
+    (end,) = [e for e in rig.sink.events if isinstance(e, TurnEnded) and e.attempt_id == attempt_id]
     return end
 
 
@@ -247,20 +249,20 @@ def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_wh
     assert usage.device_tokens + usage.host_tokens == 0
 
 
-def under(turn_id: int, name: str, prefix: list[int], prompt: list[int]) -> SubmitTurn:
+def under(attempt_id: int, name: str, prefix: list[int], prompt: list[int]) -> SubmitTurn:
     """Return the first turn of a conversation under a declared prefix."""
     return SubmitTurn(
-        *(turn_id, name, packed([*prefix, *prompt]), len(prefix), options_of(6)), root="r"
+        *(attempt_id, name, packed([*prefix, *prompt]), len(prefix), options_of(6)), root="r"
     )
 
 
 PREFIX = list(range(300, 312))
 
 
-def warmed(rig: Rig, prefix: list[int], turn_id: int = 1) -> None:
-    rig.mailbox.put(replace(warm(turn_id, "p", prefix), root="r"))
+def warmed(rig: Rig, prefix: list[int], attempt_id: int = 1) -> None:
+    rig.mailbox.put(replace(warm(attempt_id, "p", prefix), root="r"))
     rig.engine.step()
-    rig.mailbox.put(ProvideLog(turn_id, packed(prefix)))
+    rig.mailbox.put(ProvideLog(attempt_id, packed(prefix)))
     rig.run()
 
 

@@ -105,7 +105,7 @@ def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> No
         at = rig.clock.now()
         if not rig.engine.step():
             break
-        present = {turn.turn_id for turn in rig.scheduler.suspended}
+        present = {turn.attempt_id for turn in rig.scheduler.suspended}
         times += [at - suspended_since.pop(each) for each in suspended_since.keys() - present]
         suspended_since |= dict.fromkeys(present - suspended_since.keys(), at)
     found = figures(rig)

@@ -37,7 +37,7 @@ class Watch:
         if iteration is not None:
             assert not any(each.awaits_token for each in iteration.slices)
             if iteration.slices:
-                self.turns.append([each.turn_id for each in iteration.slices])
+                self.turns.append([each.attempt_id for each in iteration.slices])
             self._num_launched += 1
             self.most_launched = max(self.most_launched, self._num_launched)
 
@@ -59,16 +59,16 @@ def watched(
 
 def test_turns_that_generate_are_divided_among_the_iterations_in_flight() -> None:
     rig, watch = watched(2, stops=False)
-    for turn_id in range(1, 5):
-        rig.mailbox.put(submit(turn_id, f"c{turn_id}", [], [turn_id], reply=6))
+    for attempt_id in range(1, 5):
+        rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id], reply=6))
     rig.run()
     assert watch.turns[0] == [1, 2, 3, 4]  # their prompts
     halves = [tuple(each) for each in watch.turns[3:-3]]
     assert set(halves) == {(1, 2), (3, 4)}
     assert all(one != other for one, other in pairwise(halves))
     assert watch.most_launched == 2
-    for turn_id in range(1, 5):
-        assert rig.sink.reply_of(turn_id) == reply_to([turn_id], 7, stops=False)
+    for attempt_id in range(1, 5):
+        assert rig.sink.reply_of(attempt_id) == reply_to([attempt_id], 7, stops=False)
 
 
 def test_a_turn_that_is_alone_waits_for_its_own_token() -> None:
@@ -93,8 +93,8 @@ def test_micro_batches_take_equal_time_and_not_equal_numbers() -> None:
     by_keys = IterationCost(0.0, 1.0, 0.0, 1.0, 0.0)
     rig, watch = watched(2, replace(SCHEDULER, cost=by_keys, batch_tokens_max=32), stops=False)
     rig.mailbox.put(submit(1, "long", [], list(range(24)), reply=9))
-    for turn_id in range(2, 5):
-        rig.mailbox.put(submit(turn_id, f"c{turn_id}", [], [turn_id], reply=9))
+    for attempt_id in range(2, 5):
+        rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id], reply=9))
     rig.run()
     decoding = {tuple(each) for each in watch.turns[2:6]}
     assert decoding == {(1,), (2, 3, 4)}

@@ -35,22 +35,24 @@ class Compiling:
         self.ready: set[int] = set()
         self.forgotten: list[int] = []
 
-    def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
+    def prepare(
+        self, attempt_id: int, constraint: Constraint, on_ready: Callable[[], None]
+    ) -> bool:
         assert constraint == CONSTRAINT
         if self.is_quick:
             return True
-        self.waiting[turn_id] = on_ready
+        self.waiting[attempt_id] = on_ready
         return False
 
-    def is_ready(self, turn_id: int) -> bool:
-        return turn_id in self.ready
+    def is_ready(self, attempt_id: int) -> bool:
+        return attempt_id in self.ready
 
-    def forget(self, turn_id: int) -> None:
-        self.forgotten.append(turn_id)
+    def forget(self, attempt_id: int) -> None:
+        self.forgotten.append(attempt_id)
 
-    def finish(self, turn_id: int) -> None:
-        self.ready.add(turn_id)
-        self.waiting.pop(turn_id)()
+    def finish(self, attempt_id: int) -> None:
+        self.ready.add(attempt_id)
+        self.waiting.pop(attempt_id)()
 
 
 class HoldingRig(Rig):
@@ -59,18 +61,20 @@ class HoldingRig(Rig):
         self.compiling = Compiling()
         self.engine.held = TurnsAwaitingConstraints(self.compiling, self.mailbox.wake)
 
-    def put(self, turn_id: int, name: str, log: list[int] | None = None) -> None:
-        self.mailbox.put(constrained(turn_id, name, log or []))
+    def put(self, attempt_id: int, name: str, log: list[int] | None = None) -> None:
+        self.mailbox.put(constrained(attempt_id, name, log or []))
 
 
-def constrained(turn_id: int, name: str, log: list[int]) -> SubmitTurn:
-    message = submit(turn_id, name, log, [1, 2, 3])
+def constrained(attempt_id: int, name: str, log: list[int]) -> SubmitTurn:
+    message = submit(attempt_id, name, log, [1, 2, 3])
     return replace(message, options=replace(message.options, constraint=CONSTRAINT))
 
 
 def ended(rig: Rig) -> dict[int, str]:
     ends = rig.sink.ends()
-    return {turn_id: each.failure or each.finish.name.lower() for turn_id, each in ends.items()}
+    return {
+        attempt_id: each.failure or each.finish.name.lower() for attempt_id, each in ends.items()
+    }
 
 
 def test_others_go_on_while_a_constraint_compiles() -> None:
@@ -97,8 +101,8 @@ def test_one_that_is_ready_is_taken_at_once() -> None:
 
 def test_held_turns_do_not_wait_for_each_other() -> None:
     rig = HoldingRig()
-    for turn_id, name in ((1, "a"), (2, "b"), (3, "c")):
-        rig.put(turn_id, name)
+    for attempt_id, name in ((1, "a"), (2, "b"), (3, "c")):
+        rig.put(attempt_id, name)
     rig.run()
     rig.compiling.finish(3)
     rig.run()
@@ -138,13 +142,13 @@ def test_another_turn_of_its_conversation_is_refused() -> None:
 def test_held_turns_count_as_queued() -> None:
     rig = HoldingRig()
     rig.engine.config = replace(rig.engine.config, turns_queued_max=2)
-    for turn_id in (1, 2, 3):
-        rig.put(turn_id, f"c{turn_id}")
+    for attempt_id in (1, 2, 3):
+        rig.put(attempt_id, f"c{attempt_id}")
     rig.mailbox.put(submit(4, "c4", [], [4]))
     rig.run()
     assert ended(rig) == {3: "QUEUE_FULL", 4: "QUEUE_FULL"}
-    for turn_id in (1, 2):
-        rig.compiling.finish(turn_id)
+    for attempt_id in (1, 2):
+        rig.compiling.finish(attempt_id)
     rig.run()
     assert {ended(rig)[1], ended(rig)[2]} == {"length"}
 

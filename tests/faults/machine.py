@@ -99,7 +99,7 @@ class FaultyLedger(LedgerExecutor):
             raise DeviceError("out of memory")
         for piece in iteration.slices:
             if piece.needs_token and self._strikes("a row is not a number"):
-                self.failing_turns.add(piece.turn_id)
+                self.failing_turns.add(piece.attempt_id)
         super().launch(iteration)
         if iteration.groups:
             self._strikes("a turn is streamed")
@@ -120,9 +120,9 @@ class FaultyLedger(LedgerExecutor):
             text = ""
             if not ends_turn(sample.token_id):
                 text = word(sample.token_id)
-                if sample.turn_id in self._spoke:
+                if sample.attempt_id in self._spoke:
                     text = " " + text
-                self._spoke.add(sample.turn_id)
+                self._spoke.add(sample.attempt_id)
             samples.append(replace(sample, text=text))
         return replace(outcome, samples=tuple(samples), finished_copies=tuple(finished))
 
@@ -242,17 +242,19 @@ class Machine:
     def received(self, message: EngineMessage, now: float) -> None:
         if isinstance(message, SubmitTurn):
             kind = "warm" if message.warm else "turn"
-            what = f"{kind} {message.turn_id} of {message.conversation_id}"
+            what = f"{kind} {message.attempt_id} of {message.conversation_id}"
             size = len(message.tokens) // 4
             self._note("engine", f"takes {what}: {message.history_tokens} + {size} tokens")
         elif isinstance(message, ProvideLog):
-            self._note("engine", f"takes {len(message.tokens) // 4} tokens for {message.turn_id}")
+            self._note(
+                "engine", f"takes {len(message.tokens) // 4} tokens for {message.attempt_id}"
+            )
         else:
             self._note("engine", f"takes {message}")
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
         if iteration is not None:
-            slices = ", ".join(f"{s.turn_id}[{s.start}:{s.stop}]" for s in iteration.slices)
+            slices = ", ".join(f"{s.attempt_id}[{s.start}:{s.stop}]" for s in iteration.slices)
             parts = iteration.copies, iteration.swap_ins, iteration.swap_outs
             moves = " ".join(str(len(part)) for part in parts)
             self._note("engine", f"plans {iteration.index} {hash_of(iteration)}: {slices}; {moves}")
@@ -268,12 +270,12 @@ class Machine:
     def published(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, SampledToken):
-                self._note("engine", f"says {event.token_id} for turn {event.turn_id}")
+                self._note("engine", f"says {event.token_id} for turn {event.attempt_id}")
             elif isinstance(event, TurnEnded):
                 usage = event.usage
                 self._note(
                     "engine",
-                    f"ends turn {event.turn_id}: {event.finish} {event.failure or ''}"
+                    f"ends turn {event.attempt_id}: {event.finish} {event.failure or ''}"
                     f" prompt {usage.prompt_tokens} output {usage.output_tokens}",
                 )
             else:

@@ -56,7 +56,7 @@ async def tell_before_it_is_stored(
 ) -> None:
     if reply is not None:
         live.revision, live.finish = live.first_revision + 1, reply.finish
-        self._followers.wake(live.number)
+        self._followers.wake(live.attempt_id)
     await original(self, live, reply, reason)
 
 

@@ -83,7 +83,7 @@ def test_without_them_it_is_measured_and_the_quickest_counts() -> None:
     pages = [set(each.page_table) for each in measured[-1].slices]
     assert not pages[0] & pages[1]
     assert max(pages[0] | pages[1]) < PAGES.num_pages
-    begun = [start.turn_id for start in executor.launched[0].started]
+    begun = [start.attempt_id for start in executor.launched[0].started]
     assert list(executor.launched[-1].ended) == begun, "the executor forgets both"
 
 

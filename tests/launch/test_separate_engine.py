@@ -33,13 +33,15 @@ class Recording:
     def launch(self, iteration: Iteration) -> None:
         assert not self._launched
         self._launched.append(iteration)
-        self.passes.append([(each.turn_id, each.start, each.stop) for each in iteration.slices])
+        self.passes.append([(each.attempt_id, each.start, each.stop) for each in iteration.slices])
 
     def collect(self) -> Outcome:
         iteration = self._launched.popleft()
-        samples = [SampledToken(each.turn_id, 7) for each in iteration.slices if each.turn_id != 3]
+        samples = [
+            SampledToken(each.attempt_id, 7) for each in iteration.slices if each.attempt_id != 3
+        ]
         failures = [
-            TurnFailure(3, "NAN_LOGITS", "") for each in iteration.slices if each.turn_id == 3
+            TurnFailure(3, "NAN_LOGITS", "") for each in iteration.slices if each.attempt_id == 3
         ]
         copies = (each.copy_id for each in iteration.swap_ins)
         return Outcome(tuple(samples), tuple(copies), tuple(failures))
@@ -67,8 +69,8 @@ def test_prompts_come_before_the_turns_that_generate() -> None:
     separate.launch(both)
     outcome = separate.collect()
     assert executor.passes == [[(1, 0, 4)], [(2, 0, 6), (3, 0, 1)], [(1, 4, 5)]]
-    assert [each.turn_id for each in outcome.samples] == [2, 1]
-    assert [each.turn_id for each in outcome.failures] == [3]
+    assert [each.attempt_id for each in outcome.samples] == [2, 1]
+    assert [each.attempt_id for each in outcome.failures] == [3]
     assert outcome.finished_copies == (9,)
 
 

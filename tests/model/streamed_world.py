@@ -31,7 +31,7 @@ class Streaming(World):
         return self.turn(num_prompt_tokens, **rest)
 
     def extend_pages(self, turn: Turn, num_tokens: int) -> None:
-        pool = self.free_host if turn.turn_id in self.streamed else self.free_pages
+        pool = self.free_host if turn.attempt_id in self.streamed else self.free_pages
         while len(turn.page_table) * self.memory.chunk_tokens < num_tokens:
             turn.page_table.append(pool.pop())
 
@@ -42,7 +42,7 @@ class Streaming(World):
     def drop(self, turn: Turn, chunk: int) -> Piece:
         """Lose the KV of a chunk, and return the slice that recomputes it."""
         size = self.memory.chunk_tokens
-        if turn.turn_id in self.streamed:
+        if turn.attempt_id in self.streamed:
             old, new = turn.page_table[chunk], self.free_host.pop()
             self.filled.pop(old, None)
             poison(self.memory.host_arena[:, old])
@@ -70,7 +70,7 @@ class Streaming(World):
             one, indexed = self._group(group, len(slices))
             made.append(one)
             slices += indexed
-        turns = {piece[0].turn_id: piece[0] for piece in pieces}
+        turns = {piece[0].attempt_id: piece[0] for piece in pieces}
         started = tuple(start_of(turn) for key, turn in turns.items() if key not in self._started)
         self._started.update(turns)
         iteration = Iteration(
@@ -111,7 +111,7 @@ class Streaming(World):
 
     def pages_of(self, turn: Turn, num_tokens: int) -> torch.Tensor:
         """Return the turn's keys and values: (layers, 2, kv_heads, tokens, row)."""
-        on_host = turn.turn_id in self.streamed
+        on_host = turn.attempt_id in self.streamed
         arena = self.memory.host_arena if on_host else self.memory.device_arena
         pages = arena[:, list(turn.page_table)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
         return pages[:, :, :, :num_tokens]

@@ -187,19 +187,19 @@ class Crowd:
         speaking: dict[int, tuple[str, list[int]]],
     ) -> None:
         chance = random.Random(f"{name} {number} {self.seed}")
-        turn_id = 100 * number + sorted([*ORDINARY, *FAILING]).index(name)
+        attempt_id = 100 * number + sorted([*ORDINARY, *FAILING]).index(name)
         prompt = [chance.choice([n for n in range(3, 128) if n != POISON]) for _ in range(9)]
         seed, max_tokens = chance.randrange(2**64), chance.randint(6, 40)
         if chance.random() < 0.15:
-            self.cancels[turn_id] = chance.randint(1, 5)
+            self.cancels[attempt_id] = chance.randint(1, 5)
         tokens = array("I", log + prompt)
         asked = replace(sampling, seed=seed, max_tokens=max_tokens)
-        self.turns[turn_id] = Said()
-        speaking[turn_id] = (name, list(tokens))
+        self.turns[attempt_id] = Said()
+        speaking[attempt_id] = (name, list(tokens))
         pattern = PATTERNS.get(name)
         constraint = Constraint(ConstraintKind.REGEX, pattern) if pattern else None
         options = TurnOptions(asked, constraint=constraint)
-        self.mailbox.put(SubmitTurn(turn_id, name, tokens.tobytes(), len(log), options))
+        self.mailbox.put(SubmitTurn(attempt_id, name, tokens.tobytes(), len(log), options))
 
     def _hear(
         self,
@@ -211,15 +211,15 @@ class Crowd:
         if isinstance(event, TurnAdmitted):
             return
         assert isinstance(event, SampledToken | TurnEnded)
-        said = self.turns[event.turn_id]
-        limit = self.cancels.get(event.turn_id)
-        name, asked = speaking[event.turn_id]
+        said = self.turns[event.attempt_id]
+        limit = self.cancels.get(event.attempt_id)
+        name, asked = speaking[event.attempt_id]
         if isinstance(event, SampledToken):
             if limit is None or len(said.tokens) < limit:
                 said.tokens.append(event.token_id)
                 said.deltas.append((event.token_id, event.text, event.logprob, event.top_logprobs))
                 if limit == len(said.tokens):
-                    self.mailbox.put(CancelTurn(event.turn_id, len(asked) + limit))
+                    self.mailbox.put(CancelTurn(event.attempt_id, len(asked) + limit))
             return
         said.finish, said.failure = event.finish, event.failure
         if limit is not None and len(said.tokens) == limit:
@@ -228,7 +228,7 @@ class Crowd:
         if said.finish is not FinishReason.FAILED:
             logs[name] = asked + said.tokens
         history[name].append(said)
-        del speaking[event.turn_id]
+        del speaking[event.attempt_id]
 
 
 def poisoned(folder: Path) -> LoadedModel:
@@ -351,8 +351,8 @@ def test_a_failed_row_does_no_harm_to_what_was_launched_after_it(
     sick, well = world.turn(0, tokens=[7, POISON, 9]), world.turn(4)
     world.launch((sick, 0, 3, True), (well, 0, 4, True))
     world.launch((sick, 3, 4, True), (well, 4, 5, True))
-    ((turn_id, reason, message),) = world.collect(failing=[sick]).failures
-    assert (turn_id, reason) == (sick.turn_id, "NAN_LOGITS")
+    ((attempt_id, reason, message),) = world.collect(failing=[sick]).failures
+    assert (attempt_id, reason) == (sick.attempt_id, "NAN_LOGITS")
     assert message == "the model's logits at position 2 are not finite"
     outcome = world.collect(failing=[sick])
     assert outcome.failures[0].message == "the model's logits at position 3 are not finite"
@@ -371,7 +371,12 @@ def test_of_a_turn_that_ended_meanwhile_only_the_id_is_reported(loaded: Loaded) 
     assert last.stopped
     (idle,) = world.collect().samples
     world.executor.close()
-    assert (idle.turn_id, idle.text, idle.stopped, idle.logprob) == (turn.turn_id, "", False, None)
+    assert (idle.attempt_id, idle.text, idle.stopped, idle.logprob) == (
+        turn.attempt_id,
+        "",
+        False,
+        None,
+    )
 
 
 def test_copies_are_reported_once_whichever_iteration_is_collected_first(loaded: Loaded) -> None:

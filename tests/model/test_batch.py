@@ -15,8 +15,8 @@ from pensieve.model.shared_pages import SharedSearch, shared_pages
 from tests.model.world import slice_of
 
 
-def turn_of(turn_id: int, tokens: list[int], pages: list[int]) -> Turn:
-    turn = Turn(turn_id, "c", array("I", tokens), 0, len(tokens), 99)
+def turn_of(attempt_id: int, tokens: list[int], pages: list[int]) -> Turn:
+    turn = Turn(attempt_id, "c", array("I", tokens), 0, len(tokens), 99)
     turn.page_table = array("i", pages)
     return turn
 
@@ -35,7 +35,7 @@ def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
     assert batch.page_index.slice_turns.tolist() == [0, 1, 0]
     assert batch.page_index.slice_starts.tolist() == [1, 1, 7]
     assert batch.logit_rows.tolist() == [2, 4]
-    assert batch.logit_turn_ids == (2, 1)
+    assert batch.logit_attempt_ids == (2, 1)
     assert batch.logit_positions == (2, 9)
     assert batch.page_index.page_table.dtype == batch.page_index.slice_offsets.dtype == torch.int32
     assert batch.input_ids.dtype == batch.slot_mapping.dtype == torch.int64

@@ -36,7 +36,7 @@ def test_only_slices_that_need_a_token_yield_one(world: World) -> None:
     outcome = world.step((turn, 0, 4, False), (warm, 0, 5, False))
     assert outcome.samples == ()
     (sample,) = world.step((turn, 4, 6, True)).samples
-    assert sample.turn_id == turn.turn_id
+    assert sample.attempt_id == turn.attempt_id
     assert len(sample.text) == 1
     assert not sample.stopped
 
@@ -100,9 +100,9 @@ def test_a_turn_with_nan_logits_fails_alone(folder_of: FolderOf) -> None:
     sick = world.turn(0, tokens=[7, 50, 9])
     well, late = world.turn(0, tokens=[8, 9, 10, 11, 12]), world.turn(0, tokens=[3])
     outcome = world.step((well, 0, 5, True), (sick, 0, 3, True), (late, 0, 1, True), failing=[sick])
-    assert [sample.turn_id for sample in outcome.samples] == [well.turn_id, late.turn_id]
-    ((turn_id, reason, message),) = outcome.failures
-    assert (turn_id, reason) == (sick.turn_id, "NAN_LOGITS")
+    assert [sample.attempt_id for sample in outcome.samples] == [well.attempt_id, late.attempt_id]
+    ((attempt_id, reason, message),) = outcome.failures
+    assert (attempt_id, reason) == (sick.attempt_id, "NAN_LOGITS")
     assert message == "the model's logits at position 2 are not finite"
     # The failed turn's pages contain NaN. Another turn gets such a page and fills only some of its slots.
     late.page_table.append(sick.page_table[0])

@@ -77,7 +77,7 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
 
     model = plain_model(folder_of(family))
     for turn in (first, second, third, fork):
-        assert largest_gap(model, turn) <= GAP_MAX, turn.turn_id
+        assert largest_gap(model, turn) <= GAP_MAX, turn.attempt_id
     outputs = {token for turn in world.turns for token in turn.tokens[turn.prompt_end :]}
     assert len(outputs) >= 5, "replies that never vary would prove nothing"
 

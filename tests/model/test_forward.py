@@ -70,7 +70,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts(
     )
     assert sum(short.computed) == 9
     assert max(short.computed) <= 3
-    assert [sample.turn_id for sample in outcome.samples] == [0, 1, 2]
+    assert [sample.attempt_id for sample in outcome.samples] == [0, 1, 2]
     for _ in range(4):
         world.decode(first, second, third)
     world.executor.close()
@@ -109,14 +109,14 @@ def test_halves_keep_the_order_and_who_needs_a_token() -> None:
         first, second = halves(slices, num_first)
         assert sum(piece.stop - piece.start for piece in first) == num_first
         positions = [
-            (piece.turn_id, position)
+            (piece.attempt_id, position)
             for piece in (*first, *second)
             for position in range(piece.start, piece.stop)
         ]
         assert positions == [(1, 3), *((2, i) for i in range(6)), (3, 9)]
-        assert [piece.turn_id for piece in (*first, *second) if piece.needs_token] == [1, 2]
-        assert [piece.turn_id for piece in (*first, *second) if piece.awaits_token] == [2]
-        assert [piece.turn_id for piece in (*first, *second) if piece.is_last] == [2]
+        assert [piece.attempt_id for piece in (*first, *second) if piece.needs_token] == [1, 2]
+        assert [piece.attempt_id for piece in (*first, *second) if piece.awaits_token] == [2]
+        assert [piece.attempt_id for piece in (*first, *second) if piece.is_last] == [2]
         known = [token for piece in (*first, *second) for token in piece.token_ids]
         assert known == [3, 0, 1, 2, 3, 4, 9]
 

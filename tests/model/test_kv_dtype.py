@@ -94,7 +94,7 @@ def test_a_turn_whose_keys_are_no_numbers_fails_alone(model: LoadedModel) -> Non
     write_kv(row, torch.ones_like(row), slot, *pages)
     slices = [(turn, 40, 41, True) for turn in (good, bad)]
     outcome = world.step(*slices, failing=[bad])
-    assert [sample.turn_id for sample in outcome.samples] == [good.turn_id]
+    assert [sample.attempt_id for sample in outcome.samples] == [good.attempt_id]
 
 
 def test_a_model_that_this_rounding_changes_too_much_is_refused(

@@ -125,4 +125,4 @@ def test_a_turn_whose_keys_are_no_numbers_fails_alone(model: LoadedModel) -> Non
     pages = memory.key_pages(1), memory.value_pages(1)
     write_kv(row, torch.ones_like(row), slot, *pages, memory.kv_scales(1))
     outcome = world.step((good, 40, 41, True), (bad, 40, 41, True), failing=[bad])
-    assert [sample.turn_id for sample in outcome.samples] == [good.turn_id]
+    assert [sample.attempt_id for sample in outcome.samples] == [good.attempt_id]

@@ -139,7 +139,9 @@ class Pretended:
             monkeypatch.setattr(module, self.upload)
         monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
         monkeypatch.setattr(
-            Drawn, "read", lambda drawn: [SampledToken(row.log.turn_id, 0) for row in drawn._rows]
+            Drawn,
+            "read",
+            lambda drawn: [SampledToken(row.log.attempt_id, 0) for row in drawn._rows],
         )
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "in_pieces", really(PageMoves.in_pieces))
@@ -332,7 +334,7 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
     executor.launch(Iteration(1, ahead))
     assert gpu.take() == [*layers("write_kv", "multi_token_attention"), drawn]
     outcome = executor.collect()
-    assert [sample.turn_id for sample in outcome.samples] == [0, 2]
+    assert [sample.attempt_id for sample in outcome.samples] == [0, 2]
     assert not outcome.failures
     executor.close()
 
@@ -350,7 +352,7 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     assert gpu.take() == [*(in_pieces if graphs else eager), drawn]
     executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
     assert gpu.take() == [*([] if graphs else eager), drawn]
-    assert [sample.turn_id for sample in executor.collect().samples] == [0]
+    assert [sample.attempt_id for sample in executor.collect().samples] == [0]
     third = turn_of(2, 70, [6, 7, 8], PLAIN)
     executor.launch(Iteration(2, (slice_of(third, 0, 70, False, 32),), started=starts(third)))
     kernels = [name for _, name in gpu.take()]

@@ -46,7 +46,7 @@ class Twins:
             make = self.streamed.turn if index < num_resident else self.streamed.streamed_turn
             turn = make(0, tokens=tokens, sampling=LOGPROBS)
             self.resident.turn(0, tokens=tokens, sampling=LOGPROBS)
-            made.append(turn.turn_id)
+            made.append(turn.attempt_id)
         return made
 
     def turns_with_opening(self, opening: list[int], lengths: list[int]) -> list[int]:
@@ -54,7 +54,7 @@ class Twins:
         made = []
         for length in lengths:
             tokens = [*opening, *(7 + each for each in range(length))]
-            made.append(self.streamed.streamed_turn(0, tokens=tokens, sampling=LOGPROBS).turn_id)
+            made.append(self.streamed.streamed_turn(0, tokens=tokens, sampling=LOGPROBS).attempt_id)
             self.resident.turn(0, tokens=tokens, sampling=LOGPROBS)
         return made
 

@@ -139,7 +139,7 @@ class World:
         if tokens is None:
             tokens = [self.rng.randrange(3, 100) for _ in range(num_prompt_tokens)]
         turn = Turn(
-            turn_id=len(self.turns),
+            attempt_id=len(self.turns),
             conversation_id="c",
             tokens=array("I", tokens),
             history_tokens=0,
@@ -180,14 +180,16 @@ class World:
     ) -> None:
         for turn, _, stop, _ in slices:
             self.extend_pages(turn, stop)
-        turns = {each[0].turn_id: each[0] for each in slices}
+        turns = {each[0].attempt_id: each[0] for each in slices}
         iteration = Iteration(
             self._index,
             tuple(self.slice(*each) for each in slices),
             tuple(copies),
             tuple(swap_ins),
             tuple(swap_outs),
-            tuple(start_of(turn) for turn in turns.values() if turn.turn_id not in self._started),
+            tuple(
+                start_of(turn) for turn in turns.values() if turn.attempt_id not in self._started
+            ),
         )
         self._started.update(turns)
         self._index += 1
@@ -198,10 +200,10 @@ class World:
 
     def collect(self, failing: Sequence[Turn] = ()) -> Outcome:
         outcome = self.executor.collect()
-        failed = [failure.turn_id for failure in outcome.failures]
-        assert failed == [turn.turn_id for turn in failing], outcome.failures
+        failed = [failure.attempt_id for failure in outcome.failures]
+        assert failed == [turn.attempt_id for turn in failing], outcome.failures
         for sample in outcome.samples:
-            self.turns[sample.turn_id].tokens.append(sample.token_id)
+            self.turns[sample.attempt_id].tokens.append(sample.token_id)
         return outcome
 
     def decode(self, *turns: Turn, **movements: Any) -> Outcome:
@@ -232,10 +234,10 @@ def play_at_random(world: World, seed: int) -> list[Turn]:
                 slots = min(chunk_tokens, computed[turn] - chunk * chunk_tokens)
                 start = chunk * chunk_tokens
                 if rng.random() < 0.5:
-                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
+                    out = SwapOut(copy_id, turn.page_table[chunk], turn.attempt_id, slots)
                     assert world.step(swap_outs=[out]).finished_copies == (copy_id,)
                     page = world.replace_page(turn, chunk)[1]
-                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
+                    ins.append(SwapIn(copy_id + 1, turn.attempt_id, page, slots))
                     copy_id += 2
                 else:
                     world.replace_page(turn, chunk)
@@ -254,11 +256,11 @@ def slice_of(
     """Make a slice as the scheduler does."""
     is_last = needs_token and turn.ends_at(stop + 1)
     tokens, pages = turn.tokens[start:stop], turn.page_table[: -(-stop // chunk_tokens)]
-    return Slice(turn.turn_id, start, stop, tokens, pages, needs_token, is_last)
+    return Slice(turn.attempt_id, start, stop, tokens, pages, needs_token, is_last)
 
 
 def start_of(turn: Turn) -> TurnStart:
-    return TurnStart(turn.turn_id, turn.tokens[: turn.prompt_end], turn.options.sampling)
+    return TurnStart(turn.attempt_id, turn.tokens[: turn.prompt_end], turn.options.sampling)
 
 
 def plain_model(folder: Path) -> Any:

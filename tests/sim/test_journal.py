@@ -134,7 +134,7 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
             '"tokens":404',
             "line 4: the replay plans iteration 1: turn 1 [0, 101)",
         ),
-        (2, '"turn_id":1', '"turn_id":"x', "line 2: is damaged"),
+        (2, '"attempt_id":1', '"attempt_id":"x', "line 2: is damaged"),
         (2, '"SubmitTurn"', '"Mailbox"', "line 2: cannot be replayed"),
         (2, '"tokens":400', '"tokens":-1', "line 2: cannot be replayed"),
         (5, '"copies":[]', '"copies":[3]', "line 5: cannot be replayed"),

@@ -99,7 +99,7 @@ class ChatterWatch(Simulator):
     num_recomputed = 0
 
     def _end_turn(self, event: TurnEnded, now: float) -> None:
-        if self._turns[event.turn_id][0].startswith("chat") and now > 800.0:
+        if self._turns[event.attempt_id][0].startswith("chat") and now > 800.0:
             self.num_recomputed += event.usage.recomputed_tokens
         super()._end_turn(event, now)
 

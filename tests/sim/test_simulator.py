@@ -77,7 +77,7 @@ def test_a_swap_in_hides_behind_the_compute_but_for_a_layer(tokens: int, ends: f
     outcome = executor.collect()
     assert clock.now() == pytest.approx(ends)
     assert outcome.finished_copies == (5,)
-    assert [token.turn_id for token in outcome.samples] == [1]
+    assert [token.attempt_id for token in outcome.samples] == [1]
 
 
 def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:

@@ -99,7 +99,8 @@ def an_iteration(index: int, *, with_copies: bool = False) -> Iteration:
         for turn, length in ((1, 3), (2, 4), (3, 5))
     )
     started = tuple(
-        TurnStart(piece.turn_id, array("I", bytes(4 * piece.start)), Sampling()) for piece in slices
+        TurnStart(piece.attempt_id, array("I", bytes(4 * piece.start)), Sampling())
+        for piece in slices
     )
     groups = tuple(
         PageGroup(first, stop, array("i", [7]), array("i", [loaded]), array("i", [1]))
@@ -124,7 +125,7 @@ def test_an_executor_takes_the_time_of_its_lanes() -> None:
     executor.launch(an_iteration(1))
     outcome = executor.collect()
     assert clock.now() == pytest.approx(21.0)
-    assert [sample.turn_id for sample in outcome.samples] == [1, 2, 3]
+    assert [sample.attempt_id for sample in outcome.samples] == [1, 2, 3]
     # Arena 1 was stored at 22. Loads at 21-25, 25-30, 30-34 and 34-39, so the last attention is at 39-42.
     executor.launch(replace(an_iteration(2), started=()))
     executor.collect()

@@ -38,7 +38,9 @@ class CompletionsEndpoint:
         with named(request):
             lives = await self._begin(exchange, request)
         first, is_chat = lives[0], self._kind is RequestKind.CHAT
-        names = (first.conversation_id, first.turn_id) if is_chat else (first.number, time.time())
+        names = (
+            (first.conversation_id, first.turn_id) if is_chat else (first.attempt_id, time.time())
+        )
         heading = Heading(digest(by.tenant, *names), int(time.time()), request.model)
         if request.stream:
             await self._stream(exchange, request, heading, lives)

@@ -102,8 +102,8 @@ def packed(iteration: Iteration, with_tokens: bool = False) -> bytes:
     parts: list[array[int]] = []
     slices, groups = [], []
     for piece in iteration.slices:
-        turn_id, start, stop, token_ids, page_table, needs_token, _ = piece
-        slices.append((turn_id, start, stop, needs_token, len(page_table)))
+        attempt_id, start, stop, token_ids, page_table, needs_token, _ = piece
+        slices.append((attempt_id, start, stop, needs_token, len(page_table)))
         parts.append(page_table)
         if with_tokens:
             assert not piece.awaits_token, "a token is not known yet"
@@ -128,10 +128,10 @@ def unpacked(head: list[Any], body: bytes) -> Iteration:
         return array(kind, part)
 
     made = []
-    for turn_id, start, stop, needs_token, num_pages in slices:
+    for attempt_id, start, stop, needs_token, num_pages in slices:
         table, length = take("i", num_pages), stop - start
         token_ids = take("I", length) if with_tokens else array("I", bytes(4 * length))
-        made.append(Slice(turn_id, start, stop, token_ids, table, needs_token))
+        made.append(Slice(attempt_id, start, stop, token_ids, table, needs_token))
     return Iteration(
         index,
         tuple(made),

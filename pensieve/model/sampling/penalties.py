@@ -29,12 +29,12 @@ class TurnLog:
     sampling: Sampling
     tokens: array[int]  # 'I': the turn's context and the collected tokens of its reply
     prompt_end: int
-    turn_id: int = 0
+    attempt_id: int = 0
     penalties: Penalties | None = None  # created when a row needs them
 
     @classmethod
     def of(cls, start: TurnStart) -> TurnLog:
-        return cls(start.sampling, start.context[:], len(start.context), start.turn_id)
+        return cls(start.sampling, start.context[:], len(start.context), start.attempt_id)
 
 
 class Row(NamedTuple):

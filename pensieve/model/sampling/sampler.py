@@ -92,7 +92,7 @@ class Drawn:
         arrived = self._arriving.wait()
         token_ids = arrived[: len(self.ids)].tolist()
         sampled = [
-            SampledToken(row.log.turn_id, token_id) if token_id >= 0 else None
+            SampledToken(row.log.attempt_id, token_id) if token_id >= 0 else None
             for row, token_id in zip(self._rows, token_ids, strict=True)
         ]
         offset = len(token_ids)
@@ -107,7 +107,7 @@ class Drawn:
                     top = zip(ids[:num], values[1 : num + 1], strict=True)
                     possible = tuple(Logprob(*each) for each in top if each[1] > -math.inf)
                     sampled[row] = SampledToken(
-                        self._rows[row].log.turn_id,
+                        self._rows[row].log.attempt_id,
                         token_ids[row],
                         logprob=values[0],
                         top_logprobs=possible,

@@ -57,7 +57,7 @@ def test_no_counter_of_sources_falls() -> None:
 
 def test_what_is_recomputed_has_the_reason_of_its_turn() -> None:
     live = {
-        number: LiveTurn(number, "c", 0, 1, number=number, recompute_reason=reason)
+        number: LiveTurn(number, "c", 0, 1, attempt_id=number, recompute_reason=reason)
         for number, reason in ((1, "dropped"), (2, "engine_restarted"), (3, "dropped"))
     }
     meter = Meter()

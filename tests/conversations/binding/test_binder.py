@@ -567,7 +567,7 @@ def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
         return list(await asyncio.gather(*(slow.binder.begin(chat) for _ in range(3))))
 
     found = slow.rig.call(both())
-    assert len({each.live.number for (each,) in found}) == 1
+    assert len({each.live.attempt_id for (each,) in found}) == 1
     assert sorted(each.how for (each,) in found) == [
         BindingKind.RETRIED,
         BindingKind.RETRIED,

@@ -400,9 +400,9 @@ def test_staging_arenas_are_counted_in_pages_of_a_layer() -> None:
         KVMemory(SHAPE, 2, 2, SIZE, staging_pages=-2)
 
 
-def sliced(turn_id: int, table: list[int]) -> Slice:
+def sliced(attempt_id: int, table: list[int]) -> Slice:
     stop = 4 * len(table)
-    return Slice(turn_id, stop - 1, stop, array("I", [7]), array("i", table))
+    return Slice(attempt_id, stop - 1, stop, array("I", [7]), array("i", table))
 
 
 def test_tables_of_groups_become_host_pages_and_others_stay() -> None:

@@ -123,14 +123,14 @@ def traffic(world: World, seed: int) -> Counter[str]:
                     slices.append((turn, start, start + slots, False))
                 else:
                     deeds["swapped"] += 1
-                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
+                    out = SwapOut(copy_id, turn.page_table[chunk], turn.attempt_id, slots)
                     finished = set(world.step(swap_outs=[out]).finished_copies)
                     while copy_id not in finished:  # an earlier copy may finish first
                         assert len(finished) <= copy_id, "it does not finish"
                         finished |= set(world.step().finished_copies)
                     expected -= finished
                     page = world.replace_page(turn, chunk)[1]
-                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
+                    ins.append(SwapIn(copy_id + 1, turn.attempt_id, page, slots))
                     copy_id += 2
             elif done >= 6 and roll < 0.32 and len(turns) < 8:
                 deeds["forked"] += 1
@@ -506,7 +506,7 @@ def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
         iteration.swap_outs,
     )
     for one, other in zip(got.slices, iteration.slices, strict=True):
-        assert (one.turn_id, one.start, one.stop) == (other.turn_id, other.start, other.stop)
+        assert (one.attempt_id, one.start, one.stop) == (other.attempt_id, other.start, other.stop)
         assert one.needs_token == other.needs_token
         assert one.token_ids.tolist() == [0] * (other.stop - other.start)
         assert one.page_table == other.page_table
