@@ -5,9 +5,10 @@ Chunks with the same identity have the same KV (identities.py). Only turns with 
 **When a chunk is found.** A turn registers the chunks that it has completed when its next token was sampled
 from finite logits, because wrong KV (NaN) would reach these logits. A warm samples nothing, and registers its
 chunks when its iterations were collected. A chunk that was invalidated in the meantime is not registered
-(`Chunk.generation`). If a turn fails, all chunks of its context are invalidated and forgotten. A chunk stays
-registered while a conversation holds it, even without pages. A turn that finds a chunk without pages computes
-it again, for all holders. A partly filled chunk has no identity.
+(`Chunk.generation`). If a turn fails in a way that may spoil KV (`TurnFailure.spoils_kv`), all chunks of its
+context are invalidated and forgotten. A chunk stays registered while a conversation holds it, even without
+pages. A turn that finds a chunk without pages computes it again, for all holders. A partly filled chunk has
+no identity.
 
 **Equal chunks.** If two turns compute the same chunk at once, the first to complete it is registered. The
 other chunk is private until its turn has ended. Then the conversation continues on the registered chunk

@@ -391,8 +391,8 @@ class ConversationStore:
     ) -> BeginResult:
         """Commit a turn as `running`, or return the turn that an earlier request with this request_id began.
 
-        A running or finished turn is returned unchanged. An interrupted or failed turn begins again. It gets
-        the messages of the new request and keeps its first seed.
+        A running or finished turn is returned unchanged. An interrupted or failed turn begins again with its
+        first seed. Raises InvalidArgument if the content differs from that of the first request.
         """
         check_id("request_id", request.request_id)
         check_text(request.messages)

@@ -1,7 +1,7 @@
 """The SQLite schema, as a list of migrations.
 
 Each migration runs in one transaction, which also records that the migration ran and sets `user_version` to
-its number. A database with conversations is first copied to a file in the same folder. The next deletion
+its number. An existing database is first copied to a file in the same folder. The next deletion
 removes this copy, because deleted text must not remain in it. A database of a newer Pensieve is refused. The
 tables:
 
