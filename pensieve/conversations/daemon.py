@@ -332,7 +332,7 @@ class Daemon:
         return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
 
     def _on_admitted(self, live: LiveTurn, missing_tokens: int) -> None:
-        now, is_only = self._loop.time(), self.conversations.turns.num_begun == 1
+        now, is_only = self._loop.time(), self.conversations.turns.num_awaiting_first_token == 1
         self.admission.turn_admitted(live.begun_at, now)
         self.admission.prompts.admitted(live, missing_tokens, now, is_only)
 

@@ -93,7 +93,7 @@ class Turns:
         self._engine_since = engine_since
         self._live: dict[int, LiveTurn] = {}  # by attempt_id
         self._unadmitted: dict[int, LiveTurn] = {}  # the engine has no room for them yet
-        self._begun: dict[int, LiveTurn] = {}  # admitted, and without a token
+        self._awaiting_first_token: dict[int, LiveTurn] = {}  # admitted, and without a token
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant = Counts[str]()
         self._attempt_ids = count(1)
@@ -136,13 +136,13 @@ class Turns:
         return next((live.begun_at for live in self._unadmitted.values()), None)
 
     @property
-    def num_begun(self) -> int:
+    def num_awaiting_first_token(self) -> int:
         """Turns that the engine has admitted and that have no token yet."""
-        return len(self._begun)
+        return len(self._awaiting_first_token)
 
     def without_token(self) -> list[LiveTurn]:
         """Return turns without a token: admitted turns first, then waiting ones, in order of arrival."""
-        return [*self._begun.values(), *self._unadmitted.values()]
+        return [*self._awaiting_first_token.values(), *self._unadmitted.values()]
 
     def all_live(self) -> list[LiveTurn]:
         return list(self._live.values())
@@ -271,7 +271,7 @@ class Turns:
         if live is not None:
             live.admitted = True
             live.cached_tokens = live.history_tokens + live.prompt_tokens - missing_tokens
-            self._begun[attempt_id] = live
+            self._awaiting_first_token[attempt_id] = live
         return live
 
     def take(self, token: SampledToken) -> LiveTurn | None:
@@ -280,7 +280,7 @@ class Turns:
         Return the turn, or None if it is not live.
         """
         live = self._live.get(token.attempt_id)
-        self._begun.pop(token.attempt_id, None)
+        self._awaiting_first_token.pop(token.attempt_id, None)
         if live is not None and live.phase is TurnPhase.RUNNING and not live.stopped:
             live.take(token)
         return live
@@ -303,7 +303,7 @@ class Turns:
         if self._live.pop(live.attempt_id, None) is not None:
             self._num_of_tenant[live.tenant] -= 1
         self._unadmitted.pop(live.attempt_id, None)
-        self._begun.pop(live.attempt_id, None)
+        self._awaiting_first_token.pop(live.attempt_id, None)
         key = (live.tenant, live.conversation_id, live.request_id)
         if self._of_request.get(key) is live:  # a recreated conversation may have another turn here
             del self._of_request[key]

@@ -229,8 +229,8 @@ class KVCache:
         turn.page_table.append(chunk.device_page)  # type: ignore[arg-type]
         return True
 
-    def end(self, turn: Turn, now: float, keep_tokens: int, away_seconds: float = 0.0) -> None:
-        """Unpin the turn's chunks, and cut the conversation at `keep_tokens`.
+    def end(self, turn: Turn, now: float, log_tokens: int, away_seconds: float = 0.0) -> None:
+        """Unpin the turn's chunks, and cut the conversation at `log_tokens`.
 
         `away_seconds`: how long the client expects to be away. The retention policy uses this value.
         """
@@ -244,7 +244,7 @@ class KVCache:
                 break
         is_temporary = turn.is_temporary and turn.finish is not None
         if is_temporary:  # even if it was cancelled, the chunks that it has found are right
-            keep_tokens = max(keep_tokens, min(turn.found_tokens, num_computed))
+            log_tokens = max(log_tokens, min(turn.found_tokens, num_computed))
         conversation.attempt_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
         if turn.finish is not None and not turn.is_background:  # not suspended
@@ -258,7 +258,7 @@ class KVCache:
         is_suspended = turn.finish is None  # so it certainly continues
         conversation.factor = 1.0 if is_suspended else self.policy.factor_of(turn.conversation_id)
         conversation.num_tokens = len(turn.chunks) * size
-        conversation.log = turn.tokens[:keep_tokens]
+        conversation.log = turn.tokens[:log_tokens]
         if turn.identities is not None:
             turn.identities.cut(len(conversation.log))
             self._unsettled.append((conversation, turn.has_twins))
@@ -271,7 +271,7 @@ class KVCache:
         for branch in path:
             self.candidates.unpin(branch, now, streamed)
         self.candidates.scan_again()
-        num_kept = min(num_computed, keep_tokens)
+        num_kept = min(num_computed, log_tokens)
         conversation.is_temporary = is_temporary
         if is_temporary:
             num_kept -= num_kept % size  # it has no later turn that could append
@@ -384,7 +384,7 @@ class KVCache:
         conversation = self.conversations.get(turn.conversation_id)
         if conversation is None:
             return
-        kept = min(max(turn.keep_tokens or 0, turn.found_tokens), conversation.num_tokens)
+        kept = min(max(turn.log_tokens or 0, turn.found_tokens), conversation.num_tokens)
         self.rewind(turn.conversation_id, kept - kept % self.config.chunk_tokens, now)
         conversation.is_temporary = True
 

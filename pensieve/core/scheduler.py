@@ -155,11 +155,11 @@ class Scheduler:
             if self.background is None:
                 self.background = BackgroundRoom(self._decode_ratios)
 
-    def cancel(self, attempt_id: int, keep_tokens: int, now: float) -> None:
-        """End a turn. Its conversation keeps the KV of the first `keep_tokens` positions."""
+    def cancel(self, attempt_id: int, log_tokens: int, now: float) -> None:
+        """End a turn. Its conversation keeps the KV of the first `log_tokens` positions."""
         if (turn := self._turns.get(attempt_id)) is None or turn.finish is not None:
             return
-        turn.keep_tokens = keep_tokens
+        turn.log_tokens = log_tokens
         self._finish(turn, FinishReason.CANCELLED, now)
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
@@ -529,7 +529,7 @@ class Scheduler:
             if failure.spoils_kv:  # even if the turn was cancelled in the meantime
                 self._discard(turn, now)
             if turn.finish is None:
-                turn.keep_tokens = turn.history_tokens
+                turn.log_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
                 self.counters.failed += 1
                 news.append(Ended(turn, FinishReason.FAILED, failure.reason))
@@ -618,7 +618,7 @@ class Scheduler:
         was = turn.state
         if was is TurnState.RUNNING:
             del self.running[turn.attempt_id]
-            keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
+            keep = len(turn.tokens) + 1 if turn.log_tokens is None else turn.log_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
@@ -637,15 +637,15 @@ class Scheduler:
         turn.written.clear()
         del self._turns[turn.attempt_id]
         self._num_background -= turn.is_background
-        if was is not TurnState.RUNNING and turn.keep_tokens is not None:
+        if was is not TurnState.RUNNING and turn.log_tokens is not None:
             # A turn that was never admitted has computed nothing. KV after its history comes from a turn
             # that is in no log. Discard that KV, because this turn's prompt may now be added to the log.
             admitted = turn.usage.admitted_at is not None
             if turn.is_temporary and admitted:
                 self.cache.keep_found(turn, now)
             else:
-                known = turn.keep_tokens if admitted else turn.history_tokens
-                self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
+                known = turn.log_tokens if admitted else turn.history_tokens
+                self.rewind(turn.conversation_id, min(turn.log_tokens, known), now)
         self._carry_out_pending(turn.conversation_id, now)
 
     def _carry_out_pending(self, conversation_id: str, now: float) -> None:

@@ -140,7 +140,7 @@ class Turn:
     pending_tokens: int = 0  # number of tokens that uncommitted iterations sample
     computed_to: int = 0  # positions below this were computed before, by this or an earlier turn
     finish: FinishReason | None = None
-    keep_tokens: int | None = None  # after a cancel: the log's length
+    log_tokens: int | None = None  # after a cancel: the log's length
     usage: Usage = field(default_factory=Usage)
 
     @property

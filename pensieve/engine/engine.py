@@ -220,13 +220,13 @@ class Engine:
                 return self._submit(message, now)
             case ProvideLog():
                 self._provide(message, now)
-            case CancelTurn(attempt_id, keep_tokens):
+            case CancelTurn(attempt_id, log_tokens):
                 waiting = self._lacking_log.pop(attempt_id, None) or self.held.turns.pop(
                     attempt_id, None
                 )
                 if waiting is not None:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
-                scheduler.cancel(attempt_id, keep_tokens, now)
+                scheduler.cancel(attempt_id, log_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
                 # An earlier conversation with this id may still be ending, and be in the cache.
                 if target_id not in cache.conversations:

@@ -50,7 +50,7 @@ class ProvideLog:
 @dataclass(frozen=True, slots=True)
 class CancelTurn:
     attempt_id: int
-    keep_tokens: int  # the log's length after the cancel; KV after it is dropped
+    log_tokens: int  # the log's length after the cancel; KV after it is dropped
 
 
 @dataclass(frozen=True, slots=True)

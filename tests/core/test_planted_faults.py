@@ -133,7 +133,7 @@ def release_at_once(original: Any, cache: KVCache, *rest: Any) -> Any:
     return found
 
 
-def keep_tokens(
+def log_tokens(
     original: Any, tree: PrefixTree, conversation: Any, num_tokens: int, now: float
 ) -> None:
     before = conversation.num_tokens
@@ -351,7 +351,7 @@ FAULTS: dict[str, Plant] = {
     "a suspended turn is forgotten": around(Scheduler, "_release", forget_suspended),
     "a turn in flight gives its pages up": around(Scheduler, "_finish", finish_at_once),
     "a page copy's source is let go at once": around(KVCache, "begin", release_at_once),
-    "a cut conversation keeps its length": around(PrefixTree, "truncate", keep_tokens),
+    "a cut conversation keeps its length": around(PrefixTree, "truncate", log_tokens),
     "a conversation begins with another's KV": around(Scheduler, "submit", begin_with_anothers),
     "a split branch loses a holder": around(PrefixTree, "_split", forget_the_heir),
     "a released copy source never requalifies": around(Candidates, "requalify", lambda f, *a: None),

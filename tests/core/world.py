@@ -534,8 +534,8 @@ class World:
         if finish in (FinishReason.FAILED, FinishReason.WARMED):
             return
         if finish is FinishReason.CANCELLED:
-            assert turn.keep_tokens is not None
-            tokens = list(turn.tokens[: turn.keep_tokens])
+            assert turn.log_tokens is not None
+            tokens = list(turn.tokens[: turn.log_tokens])
             said = tokens[turn.prompt_end :]
             expected = reply_to(turn.tokens[: turn.prompt_end], turn.length_max, self.shape.stops)
             assert said == expected[: len(said)], f"turn {turn.attempt_id} said something else"
@@ -669,8 +669,8 @@ class Stage(World):
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    def cancel_at(self, turn: Turn, keep_tokens: int) -> None:
-        self.scheduler.cancel(turn.attempt_id, keep_tokens, self.clock.now())
+    def cancel_at(self, turn: Turn, log_tokens: int) -> None:
+        self.scheduler.cancel(turn.attempt_id, log_tokens, self.clock.now())
         self._take_ends()
 
     def fork_at(self, source: str, num_tokens: int, target: str) -> None:
