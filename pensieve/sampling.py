@@ -44,7 +44,7 @@ def _parameter(default: Any, *given: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters of one turn. The defaults are greedy decoding without penalties or limits."""
+    """The sampling parameters of one turn. By default: greedy decoding of at most 512 tokens."""
 
     temperature: float = _parameter(
         0.0,
@@ -141,7 +141,8 @@ class Sampling:
     )
     stop_repetition: int = _parameter(
         0,
-        "end the reply when its last N tokens only repeat a pattern, at least four times; 0: never",
+        "end the reply when it ends with at least four copies of a pattern of at most N tokens, "
+        "together at least N tokens; 0: never",
         "must be 0 (off) or positive",
         *(0, (1 << 31) - 1),
         metavar="N",

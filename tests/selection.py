@@ -20,7 +20,7 @@ import pytest
 
 NUM_PARTS = 3
 ALL = "all"
-# Prefixes of test ids. CONTRIBUTING.md has their CPU seconds on two cores.
+# Prefixes of test ids.
 EXPENSIVE = (
     "tests/kernels/test_cross.py",  # an emulated ARM processor
     "tests/kernels/tiles/",  # emulated AMX

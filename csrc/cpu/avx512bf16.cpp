@@ -1,5 +1,5 @@
-// The kernels for x86-64 with AVX-512, BF16 and VNNI: two products of bfloat16, or four of bytes,
-// in one instruction.
+// The kernels for x86-64 with AVX-512, BF16 and VNNI: one instruction adds two products of bfloat16, or four of bytes,
+// to each lane.
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>

@@ -1,5 +1,6 @@
-// The kernels for x86-64 with AVX-512 and VNNI: four products of bytes in one instruction, products of bfloat16 one by
-// one as floats. For processors without BF16, and for processors whose BF16 products are no faster than floats.
+// The kernels for x86-64 with AVX-512 and VNNI: one instruction adds four products of bytes to each lane. Products of
+// bfloat16 are made one by one as floats. For processors without BF16, and for processors whose BF16 products are no
+// faster than floats.
 #define LANES 16
 #define BFLOAT16_DOT 0
 #define BYTE_DOT 1

@@ -1,4 +1,4 @@
-// Copy rows for products, as bytes if weights are int8, or as floats if `Dense` has a `widen`.
+// Convert the input rows of products: to bytes if the weights are int8, or to floats if `Dense` has a `widen`.
 //
 // The calling thread allocates the memory before the work is shared, because a helper cannot report a failure.
 #pragma once

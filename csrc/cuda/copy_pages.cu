@@ -5,9 +5,9 @@
 //   target[target_pages[i], :, :, :num_slots[i]] <- source[source_pages[i], :, :, :num_slots[i]]
 //
 // A page is 2 · kv_heads contiguous tiles of 32 · head_size elements.  The first num_slots rows of a tile are
-// copied, 16 bytes at a time, bit for bit.  One block does the whole copy of a page, and then takes another page.  So a
-// few blocks saturate the bus, and other multiprocessors are free for the computation.  Each thread issues four loads
-// before the first store, which hides the latency of the bus.
+// copied, 16 bytes at a time, bit for bit.  Each block copies a whole page, and then the next one.  Each thread issues
+// four loads before the first store, which hides the latency of the bus.  So a few blocks saturate the bus, and the
+// other multiprocessors are free for the computation.
 //
 // If the driver can copy pages as a batch, the driver is used instead of this kernel (pensieve/model/kv/memory.py).
 #include <element.h>

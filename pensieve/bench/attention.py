@@ -108,7 +108,7 @@ def run(options: AttentionOptions, report: Report) -> list[AttentionRow]:
         report.line(f"{name}: {ratio:.2f} x (geometric mean)")
     over = geometric_means(rows, lambda row: row.int8_kv_seconds / row.seconds)
     for name, ratio in over.items():
-        report.line(f"int8 KV over KV of {name}: {ratio:.2f} x (geometric mean)")
+        report.line(f"{name}: int8 KV takes {ratio:.2f} x the time (geometric mean)")
     given = {"rows": [asdict(row) for row in rows], "ratios": means, "int8_kv_ratios": over}
     report.finish({**about, **given})
     return rows
@@ -329,9 +329,11 @@ def build() -> dict[str, str | int | None]:
 
 def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None:
     """Draw the ratio over the context: a line per type and heads, averaged over the other parameters."""
-    means = "geometric means of batches and head sizes; bands: least to most of them"
+    means = "lines: geometric means over batches and head sizes; bands: least to greatest ratio"
     sheet = Sheet(
-        "Attention over scattered pages, over torch's on contiguous keys", [*facts, means], 4.6
+        "Attention over scattered pages, relative to torch's on contiguous keys",
+        [*facts, means],
+        4.6,
     )
     contexts = sorted({row.context for row in rows})
     panel = sheet.panel(

@@ -5,9 +5,9 @@ cluster up` read the same file. The number of replicas and their resources may a
 `deployments`, in Ray's format.
 
 **Who may call.** On several machines, daemons listen on the network between the nodes, without TLS
-(`--insecure`). This network must be private; Ray requires that, too. A daemon's own port checks only tokens.
-Other machines can also reach Ray's proxies, which ask DaemonReplica.may_call. So a cluster of several
-machines needs tokens, or `insecure`.
+(`--insecure`). This network must be private; Ray requires that, too. A daemon's own port checks nothing but
+tokens: without tokens, every machine that reaches the port may call. Other machines can also reach Ray's
+proxies, which ask DaemonReplica.may_call. So a cluster of several machines needs tokens, or `insecure`.
 """
 
 from __future__ import annotations

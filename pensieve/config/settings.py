@@ -117,7 +117,7 @@ class Settings:
     context_max: int | None = _setting(
         whole(16, 1 << 31),
         "",
-        "maximum tokens of a conversation (default: the model's maximum, or the size of its sliding window)",
+        "maximum tokens of a conversation (default: the model's maximum)",
         "N",
         group="model",
         common=True,

@@ -8,9 +8,9 @@ A turn is refused for one of these reasons, in this order:
 * the tenant has used up its limits;
 * the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
 
-The daemon takes at most `live_turns_max` turns at a time, queued turns included. With several tenants, each
-tenant may have at most ROOM_SHARE times as many turns as the daemon can still take. So a tenant that floods
-the daemon leaves a ninth of `live_turns_max` to the others.
+The daemon takes at most `live_turns_max` turns at a time, queued turns included. With several tenants, a turn
+is refused if its tenant has more than ROOM_SHARE (8) turns for each turn that the daemon can still take. So a
+tenant that floods the daemon leaves a ninth of `live_turns_max` to the others.
 
 **The wait** until the engine starts on a turn's prompt is the longest of
 

@@ -5,7 +5,12 @@
     RetriedTurn     found by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
     CommittedReply  <── TurnReply             ───   the engine has ended the turn
 
-An unstored turn (unstored.py) begins and ends in the event loop alone. All values but `LiveTurn` are frozen.
+An unstored turn (unstored.py) begins and ends in the event loop alone. All values are frozen, except
+`LiveTurn` and its `ReplyTokens`.
+
+While a turn runs, text that may begin a stop string is *withheld*, and so are incomplete characters
+(text/reply.py). If a client stops the turn, the tokens of withheld text may be kept. The text is then added
+to the stored message, and sent to the followers.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ class StartedTurn:
 
     turn: records.StoredTurn
     request: TurnRequest
-    submit: SubmitTurn  # without the turn's number
+    submit: SubmitTurn  # `Turns.begin` adds attempt_id, share and weight
     first_revision: int  # of the conversation before the turn
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
@@ -83,17 +88,17 @@ class TurnReply:
     stream: Mapping[str, Any]  # the parts of its deltas; see `stream_of`
     finish: FinishReason
     figures: Mapping[str, Any]  # usage, as it is stored
-    is_cut: bool = False  # a stop cut the reply, which may include withheld text (`_withheld`)
+    is_cut: bool = False  # a client stopped the turn: withheld text may follow `text`
     logprobs: bytes = b""  # packed
     chain: ChainEnd | None = None  # of the client's history before the reply
-    state: records.ChainState | None = None  # of the chain and the reply, if already computed
+    state: records.ChainState | None = None  # of the chain after the reply, if already computed
     response: StoredResponse | None = None  # for a client of the Responses API
     attempt: int = 0  # of the turn
     begins: str = ""  # the start of the reply, given by the client; its tokens count as prompt
 
     @property
     def content(self) -> str:
-        """The text of the stored message, without text that was withheld at a stop."""
+        """The text of the stored message. If `is_cut`, `History.finish` also adds the withheld text."""
         return self.begins + self.text
 
 
@@ -106,7 +111,7 @@ class PromptTokens(NamedTuple):
 
 class CommittedReply(NamedTuple):
     revision: int
-    tail: str  # text that a stopped turn had withheld, after the text that its followers have
+    tail: str  # withheld text of a stopped turn, which its followers do not have yet
 
 
 @dataclass(slots=True)
@@ -114,8 +119,8 @@ class ReplyTokens:
     """Some or all tokens of a reply, in columns.
 
     A column has plain values, not one object per token. So a thousand turns of a thousand tokens are only a
-    few thousand objects for the garbage collector (`pensieve.gc_pause`). Text that a stopped turn had
-    withheld belongs to no token, so it has entries in `texts` and `parts` only.
+    few thousand objects for the garbage collector (`pensieve.gc_pause`). `LiveTurn.withheld` has no token,
+    so its text has entries in `texts` and `parts` only.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -163,7 +168,7 @@ class LiveTurn:
     turn_id: int
     conversation_id: str
     history_tokens: int
-    prompt_tokens: int  # tokens of the delta
+    prompt_tokens: int  # tokens after the history and before the reply
     reply: ReplyTokens = field(default_factory=ReplyTokens)  # grows while the turn runs
     request: TurnRequest | None = None  # None if the reply is replayed, or the turn unstored
     accepted_at: float = 0.0  # when the daemon took the request, by the loop's clock
@@ -186,7 +191,7 @@ class LiveTurn:
     recompute_reason: str = ""  # the reason if tokens are recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
-    tail: str = ""  # text that a stopped turn had withheld; it follows the text of the last token
+    tail: str = ""  # withheld text of a stopped turn; it follows the text of the last token
     token_at: float = 0.0  # when the latest tokens came, by the loop's clock
     num_timed: int = 0  # tokens that are counted in the latencies
     weight: float = 1.0  # of the tenant
@@ -209,7 +214,7 @@ class LiveTurn:
 
     @property
     def withheld(self) -> ReplyTokens:
-        """The text that a stopped turn had withheld, for a follower that has all tokens."""
+        """The withheld text of a stopped turn, for a follower that has all tokens."""
         if not self.tail:
             return NO_TOKENS
         return ReplyTokens(texts=[self.tail], parts=[self.reply.parts[self.num_tokens - 1]])
@@ -236,7 +241,7 @@ class LiveTurn:
 
     @property
     def num_charged_tokens(self) -> int:
-        """Tokens for which the tenant pays: the prompt's after admission, and the reply's."""
+        """Tokens for which the tenant pays: the reply, and the prompt if the engine has admitted the turn."""
         if self.figures and self.usage is not None:  # includes sampled tokens that a stop has cut
             return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)

@@ -2,7 +2,7 @@
 
 The other engine sends the last chunks of a conversation first, because they cost most to recompute. A
 transfer may stop early (no room, a broken connection, no time left). The chunks that have arrived are usable
-even then, because the cache allows holes at the front of a conversation.
+even then, because the cache allows holes at the front of a conversation. A transfer arrives in parts:
 
     first part    the conversation is unknown here: it gets its log and its own branch, with as many chunks as
                   the KV covers; all of them are holes except the chunks of this part
@@ -80,7 +80,7 @@ class Adoption:
             page = chunks[index].host_page
             assert page is not None
             adopted.append(Adopted(index, page, num_slots))
-        self._tree.prune(conversation.leaf, now)  # if no chunk was adopted
+        self._tree.prune(conversation.leaf, now)  # removes a new branch if no chunk was adopted
         return adopted
 
     def _begun(

@@ -46,7 +46,7 @@ class BackgroundRoom:
     """Created when the first background turn is submitted."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
-        """`ratios`: r of the latest NUM_KEPT iterations with only decodes of interactive turns."""
+        """`ratios`: measured / predicted seconds of the latest iterations with only interactive decodes."""
         self._ratios = ratios
         self._costs: deque[tuple[int, float]] = deque(
             maxlen=NUM_KEPT

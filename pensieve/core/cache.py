@@ -4,10 +4,13 @@ The cache has three parts:
 
     prefix_tree.py   which chunks there are, and which conversations share them
     tiers.py         the pages of both tiers, and the copies in flight between them
-    eviction.py      which chunks may leave device or host, and which do, when needed and ahead of need
+    eviction.py      which chunks may be evicted, and which are: when a page is needed, and in advance
 
-Two features build on the cache. If turns may stream, streamed_pages.py keeps contexts that stay on the host.
-adoption.py adds chunks that come from another engine; the cache does not call it.
+Two features build on the cache. With `can_stream`, streamed_pages.py holds the contexts of *streamed* turns,
+whose KV stays on the host. adoption.py adds chunks that come from another engine; the cache does not call it.
+
+A *temporary* conversation belongs to one turn that is not stored. No later turn continues it, but other turns
+can find its chunks by their content.
 
 A turn calls `begin`, `extend` and `end`:
 
@@ -82,7 +85,8 @@ class KVCache:
         self.candidates = Candidates(policy, self.tiers)
         self.content = ContentIndex(config.chunk_tokens)
         self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates, self.content.forget)
-        # Conversations whose turns have ended, and whether these turns had twins; see `settle`.
+        # Conversations whose turns have ended, for `settle`. With each: whether other turns had registered
+        # chunks with the same content first (`Turn.has_twins`).
         self._unsettled: list[tuple[CachedConversation, bool]] = []
         self.eviction = Eviction(config, self.tree, self.candidates)
         self.streamed = (
@@ -133,9 +137,10 @@ class KVCache:
     # -- a turn takes, extends and returns its pages --
 
     def find(self, turn: Turn, now: float) -> None:
-        """Let a new turn's conversation begin with the chunks that are known by their content.
+        """Give a new turn's conversation the chunks whose content equals the beginning of its context.
 
-        So its waiting time depends only on the tokens that it must compute. Admission looks again.
+        So the turn's waiting time depends only on the tokens that it must compute. `begin` looks again,
+        because the cache may have changed.
         """
         if turn.identities is None:
             return
@@ -180,7 +185,8 @@ class KVCache:
         self._bring_in(chunks, turn, admission, now)
         if tail is not None:
             chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
-        # The turn's next token shows whether the KV of these chunks is finite.
+        # Other turns can find these chunks only after the turn's next token, because NaN or infinity in their
+        # KV would show there.
         if turn.identities is not None:
             size = self.config.chunk_tokens
             unknown = [c for c in chunks if c.identity is None and c.filled == size]
@@ -419,7 +425,7 @@ class KVCache:
     # -- the parts of `begin` --
 
     def _found(self, turn: Turn, now: float) -> CachedConversation:
-        """Return the turn's conversation, with the longest beginning of its context that any chunks have."""
+        """Return the turn's conversation, with the chunks of the longest cached prefix of its context."""
         conversation = self._present(turn, now)
         if turn.identities is None:
             return conversation
@@ -608,9 +614,9 @@ class KVCache:
 def _superfluous(branch: Branch, conversation: CachedConversation) -> list[CachedConversation]:
     """Return resting holders of a branch of the conversation that hold nothing else and need not be kept.
 
-    These are temporary conversations all of whose tokens `conversation` has, too. If there are very many
-    holders, they are also other conversations with identities, whose next turns can find the chunks again.
-    Only the most recent and the least recent holders are looked at.
+    These are temporary conversations all of whose tokens `conversation` has, too. If the branch has more than
+    HOLDERS_MAX holders, its oldest conversations with identities are returned as well: their next turns can
+    find the chunks again. Only the most recent and the least recent holders are looked at.
     """
     holders, most = branch.holders, HOLDERS_SUMMED_MAX
     oldest = list(islice(holders, most))

@@ -281,7 +281,9 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until `required_pages` and the configured minimum will be available.
+        """Plan copies to the host until enough pages will be available.
+
+        These are `required_pages` pages, and at least the configured minimum.
 
         `written`: the chunks that this iteration writes.
         """

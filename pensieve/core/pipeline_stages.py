@@ -35,7 +35,8 @@ class MicroBatches:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages, self._cost = config.stages, config.cost
-        self._chosen: dict[int, int] = {}  # by attempt_id: number of its latest choice
+        # By attempt_id: the value of `_num_chosen` when the turn was last chosen.
+        self._chosen: dict[int, int] = {}
         self._num_chosen = 0
 
     def chosen(
@@ -47,7 +48,8 @@ class MicroBatches:
     ) -> list[Turn]:
         """Return the turns that may be in this iteration, in their order.
 
-        The turns are chosen from `with_place`: only background turns, or only interactive turns.
+        `with_place`: the turns of `running` that are not releasing their pages. Of these, `background`
+        selects the background turns or the interactive turns.
         """
         turns = [turn for turn in with_place if turn.is_background == background]
         ready = [turn for turn in turns if not turn.pending_tokens]
@@ -86,13 +88,14 @@ class StageTimes:
 
         left[i] = max(left[i-1], free[i]) + c
 
-    left[-1] is the time when the iteration was planned. free[i] is the time when the previous iteration has
-    left stage i.
+    For the first stage, the time when the iteration was planned takes the place of left[i-1]. free[i] is the
+    time when the previous iteration has left stage i.
 
     `committed` infers c from the time of the commit: the largest c such that the iteration would have left
     the last stage by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c such
-    that this iteration meets the objective. The iterations in flight after this one must also meet the
-    objective if they take c. Otherwise one micro-batch would use up the whole objective.
+    that this iteration meets the objective. The micro-batches that are in flight now come again after this
+    iteration. Their next iterations must also meet the objective if each takes c. Otherwise one micro-batch
+    would use up the whole objective.
 
     The j-th iteration after this one leaves the last stage at most (S - i + j) · c after this iteration
     enters stage i. So both functions compute the minimum of a few quotients. All stages are assumed equally

@@ -89,7 +89,8 @@ def opened(path: Path) -> TextIO:
         with path.open("rb") as before:
             before.seek(-1, 2)
             if before.read() != b"\n":  # its writer was killed
-                with contextlib.suppress(OSError):  # the line break stays in the file's buffer
+                # After an error, the line break stays in the buffer and is written with the next line.
+                with contextlib.suppress(OSError):
                     file.write("\n")
     return file
 
@@ -264,7 +265,8 @@ class Replayed(NamedTuple):
 class Replay:
     """Replay a journal. Iterating yields each committed iteration, and keeps none.
 
-    Raises JournalError if the replay plans another iteration, or if the journal is unreadable.
+    Raises JournalError if the replay plans an iteration that differs from the recorded one, or if the journal
+    is unreadable.
     """
 
     def __init__(self, lines: Iterable[str]) -> None:

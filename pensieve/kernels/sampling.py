@@ -25,8 +25,8 @@ class RowOptions(NamedTuple):
     temperature: float
     top_p: float
     top_k: int  # the vocabulary's size means no limit
-    weight_min: int  # at least 1
-    draw: int  # 62 bits
+    weight_min: int  # for min_p: tokens with a smaller weight (draw.py) are dropped; at least 1
+    draw: int  # the row's random number, 62 bits
 
 
 def table_of(rows: Iterable[RowOptions]) -> torch.Tensor:

@@ -10,10 +10,10 @@ is on the same stream, so the previous replay has already read the old values.  
 Padding rows are at position 0 of a page that no turn has (`KVMemory.spare_page`), no work item covers them,
 and nothing reads their logits.
 
-The work list has a fixed length.  So the attention is planned with the fewest waves
-(`kernels.attention.plan`), and empty items fill the rest of the list.  One tensor holds three lists of fixed
-lengths one after another: a merge for each row, the items, and the rows of packs.  Every row is one tile, so
-it is merged at most once and is in at most one pack.
+The work list has a fixed length, so the number of items needs a bound.  It has one if the attention is
+planned with the fewest waves (kernels/attention/plan.py explains this and the other terms).  The work list is
+one tensor with three parts: merges, items, and the rows of packs.  Every row of a decode is one tile, so it
+has at most one merge and is in at most one pack.  Empty entries fill the rest of each part.
 
 All graphs share one tensor of logits, which are valid until the next replay.
 

@@ -164,9 +164,9 @@ class CostModel(IterationCost):
 
 
 def instant(chunk_tokens: int, kv_bytes_per_token: int = 131_072) -> tuple[CostModel, CostProfile]:
-    """Return costs of zero, and the cost of recomputing a chunk after l tokens.
+    """Return costs of zero, and the cost of recomputing a chunk.
 
-    The latter is (1 + l / 32,000) times the cost of the chunk's dense part.
+    Recomputing a chunk after p tokens costs (1 + p / 32,000) times its dense part.
     """
     free = CostModel(0, 0, 0, 0, 0, 1, kv_bytes_per_token, float("inf"), "iterations take no time")
     dense = 0.01

@@ -360,8 +360,8 @@ class ConversationStore:
         """Delete the conversation and erase it from the disk. Messages that a fork holds stay with the fork.
 
         No turn of the conversation may be running. ErasurePending means that the conversation is deleted but
-        not yet erased from the files. Another call then retries the erasure. It raises NotFound when the
-        erasure is complete.
+        not yet erased from the files. To retry the erasure, call again: the call raises ErasurePending again,
+        or NotFound if the erasure is complete.
 
         `unchanged`: the conversation as the caller read it. Raises StaleRevision if it has changed since.
         """

@@ -99,7 +99,9 @@ def copy_history(source: Backend, target: Backend) -> Copied:
         with reads.snapshot() as old, target.writer.writing() as new:
             if any(_count(new, table) for table in ("bodies", "conversations")):
                 raise StoreError("the target already has a history; a copy needs an empty target")
-            new.execute("DELETE FROM salts")  # requests that store no conversation make salts too
+            # An empty target may have salts, because requests that store no conversation make salts, too. The
+            # salts of the source replace them.
+            new.execute("DELETE FROM salts")
             for table in COLUMNS:
                 _copy_table(old, new, table)
             _go_on_from(new, _highest(old))

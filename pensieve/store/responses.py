@@ -6,13 +6,13 @@ conversation, or earlier.
     revision         the conversation's revision after the response's turn; a client continues from there.
                      It is set in the commit that adds the turn to the history, and NULL before.
     is_ours          the conversation was created only to hold responses; no client asked for it
-    last_revision    the highest revision that the turns of responses are known to have reached: the maximum
-                     of this response's `revision` and of those of the conversation's deleted responses. For
-                     a response whose turn is not in the history, the revision before the turn counts.
+    last_revision    the highest revision that comes from this response or a deleted response of the
+                     conversation. It is the revision after the response's turn, or the revision before the
+                     turn if the turn is not in the history.
 
-If `is_ours` is set and the last response of the conversation is deleted, the conversation must be deleted,
-too. The conversation is kept if it was continued in another way: a turn is running, or its revision is
-above `last_revision`.
+If `is_ours` is set and the only remaining response of the conversation is deleted, the conversation must be
+deleted, too. The conversation is kept if it was continued in another way: a turn is running, or its revision
+is above `last_revision`.
 """
 
 from __future__ import annotations

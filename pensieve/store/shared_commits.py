@@ -32,7 +32,8 @@ These operations never share a transaction:
     truncating the log  No transaction may be open.
     leases              They have a separate connection (`SqliteBackend.lease_connection`).
 
-A claim may join a group. It calls `on_stale` before the commit; owners.py explains why that is safe.
+A claim may join a group. Before the commit, it calls `on_stale`, which drops what this daemon has in memory
+about the conversation. owners.py explains why that is safe.
 """
 
 from __future__ import annotations
@@ -247,7 +248,10 @@ class SharedCommits(WriterConnection):
             self._queue.leave()
 
     def _let_join(self, group: Group) -> None:
-        """Let threads join until no thread may join or waits. Raises Conflict if the transaction is lost."""
+        """Let waiting threads join until `group.until`, or until none waits.
+
+        Raises Conflict if the transaction is lost.
+        """
         first = self._joining_in(group)
         if first is None:
             return
@@ -319,7 +323,7 @@ class SharedCommits(WriterConnection):
         return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
 
     def _joining_in(self, group: Group) -> Waiter | None:
-        """Return the next thread to join, or None if no thread may join or waits."""
+        """Return the next thread to join. None: none waits, the time is over, or the transaction is lost."""
         if group.is_lost or time.monotonic() >= group.until:
             return None
         return self._queue.joining()

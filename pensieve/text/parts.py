@@ -25,12 +25,12 @@ _OPENING = {
     "<think>": Part.THINKING,
     "[THINK]": Part.THINKING,
     "<tool_call>": Part.TOOL_CALL,
-    # The end of the reply closes these parts.
-    "[TOOL_CALLS]": Part.TOOL_CALL,
-    "<|python_tag|>": Part.TOOL_CALL,
     "<|python_start|>": Part.TOOL_CALL,
     "<|tool_call_start|>": Part.TOOL_CALL,
     "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
+    # These have no closing token: the part lasts until the end of the reply.
+    "[TOOL_CALLS]": Part.TOOL_CALL,
+    "<|python_tag|>": Part.TOOL_CALL,
 }
 THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # opening and closing marks
 _CLOSING = (

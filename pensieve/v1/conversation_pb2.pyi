@@ -477,8 +477,8 @@ class Sampling(google.protobuf.message.Message):
     Applied before temperature and the other limits.
     """
     stop_repetition: builtins.int
-    """A number of tokens N; 0: off. The reply ends with FINISH_REASON_REPETITION when its last N tokens only repeat a
-    pattern that occurs at least four times.
+    """A number of tokens N; 0: off. The reply ends with FINISH_REASON_REPETITION when its last tokens are at least four
+    copies of a pattern. The pattern has at most N tokens, and the copies together have at least N tokens.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -186,7 +186,10 @@ def run_section(
 def succeeded(
     name: str, folder: Path, device: str, seconds: float, small: bool, chosen: str | None = None
 ) -> bool:
-    """Run one section with these choices (None: the process's own); report a failure as a figure."""
+    """Run one section with the kernel switches `chosen` (kernels/choices.py); report a failure as a figure.
+
+    None: this process's own switches.
+    """
     with (folder / FIGURES).open("a", encoding="utf-8") as out, torch.inference_mode():
         bench = Bench(torch.device("cpu"), small, out, seconds, time.perf_counter())
         try:

@@ -42,8 +42,14 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="conversations/s (default: 50)")
     parser.add_argument("--tbt-p99", type=float, default=0.1, help="seconds (default: 0.1)")
     parser.add_argument("--ttft-p50", type=float, default=1.0, help="seconds (default: 1)")
-    parser.add_argument("--seconds", type=float, help="measured time (default: two reaction times)")
-    parser.add_argument("--reaction", type=float, help="seconds (default: the workload's)")
+    parser.add_argument(
+        "--seconds", type=float, help="measured seconds (default: twice --reaction, at least 60)"
+    )
+    parser.add_argument(
+        "--reaction",
+        type=float,
+        help="mean seconds from a reply to the next message (default: the workload's)",
+    )
     arguments = parser.parse_args(given)
     machine = machine_of(arguments)
     slo = Slo(arguments.tbt_p99, arguments.ttft_p50)
@@ -52,7 +58,10 @@ def main(given: Sequence[str] | None = None) -> None:
     budget = budget_within(machine.cost, slo, replica.token_budget, replica.turns_max)
     replica = replace(replica, token_budget=budget)
     print(f"{machine.cost.source}; {machine.device_tokens:,} tokens of KV on the device; at most")
-    print(f"{budget} tokens an iteration; {arguments.workload}, {load.window.seconds:g} s count")
+    print(
+        f"{budget} tokens an iteration; {arguments.workload}, "
+        f"measured for {load.window.seconds:g} s after the warm-up"
+    )
     try:
         replica.check(slo, load.habits.input_tokens)
         tried = host_memories(replica, load, slo, machine.host_tokens, Progress())
@@ -60,8 +69,8 @@ def main(given: Sequence[str] | None = None) -> None:
         raise InvalidArgument("tbt-p99, ttft-p50, device-tokens", str(error)) from error
     chosen = recommended(tried)
     print(
-        f"{'host tokens':>12}{'GB':>8}{'conversations/s':>17}{'tokens/s':>10}{'P99 between ms':>16}"
-        f"{'first P50 ms':>14}{'recomputed':>12}{'from host':>11}"
+        f"{'host tokens':>12}{'GB':>8}{'conversations/s':>17}{'tokens/s':>10}{'TBT P99 ms':>16}"
+        f"{'TTFT P50 ms':>14}{'recomputed':>12}{'from host':>11}"
     )
     for each in tried:
         row = each.row

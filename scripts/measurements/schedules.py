@@ -58,7 +58,7 @@ class Schedule(Protocol):
         ...
 
     def wakes_at(self) -> float:
-        """Return when `plan` may return more without an arrival; inf: never."""
+        """Return the next time when `plan` may return other requests although none arrives; inf: never."""
         ...
 
     def check(self) -> None:
@@ -95,7 +95,9 @@ class ScheduleRun:
                 continue
             moment = min((ahead.at or 0.0) if ahead is not None else math.inf, schedule.wakes_at())
             if moment == math.inf:
-                assert self.counts.turns == self.counts.num_submitted, "a request waits for nothing"
+                assert self.counts.turns == self.counts.num_submitted, (
+                    "a request still waits, but no event will come"
+                )
                 return self.counts
             assert moment >= clock.now(), "the awaited event is in the past"
             clock.advance_to(moment)
@@ -148,7 +150,7 @@ class OrcaSchedule:
 
     def __init__(self, device_tokens: int, context_max: int, requests_max: int) -> None:
         self.num_places = min(device_tokens // context_max, requests_max)
-        assert self.num_places >= 1, "not one longest request fits"
+        assert self.num_places >= 1, "no room for one request of the longest length"
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order of arrival
 
@@ -196,7 +198,9 @@ class VllmSchedule:
     ) -> None:
         self.num_blocks = device_tokens // BLOCK_TOKENS
         self._spare = int(SPARE_BLOCKS_SHARE * self.num_blocks)
-        assert self.num_blocks - self._spare >= _blocks(context_max), "not one longest request fits"
+        assert self.num_blocks - self._spare >= _blocks(context_max), (
+            "no room for one request of the longest length"
+        )
         self._batch_tokens_max = max(batch_tokens_max, context_max)
         self._requests_max = requests_max
         self._free = self.num_blocks
@@ -347,7 +351,7 @@ class FastServeSchedule:
         requests_max: int,
     ) -> None:
         self.num_places = min(device_tokens // context_max, requests_max)
-        assert self.num_places >= 1, "not one longest request fits"
+        assert self.num_places >= 1, "no room for one request of the longest length"
         self.host_tokens = host_tokens
         self._host_free = host_tokens
         self._num_spare = int(SPARE_SHARE * self.num_places)

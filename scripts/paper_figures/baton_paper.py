@@ -131,7 +131,7 @@ def tables_1_and_2(study: Study) -> Iterator[Line]:
 def table(
     study: Study, name: str, hardware: HardwarePreset, published: Mapping[int, tuple[float, ...]]
 ) -> Iterator[Line]:
-    """Yield the speed over static batches, by batch size."""
+    """Yield how many times faster than static batches each system is, for each batch size."""
     cost, tokens = CostModel.of(MODEL, hardware), device_tokens_of(MODEL, hardware)
     for batch, seconds in published.items():
         study.progress(f"{name}, batches of {batch}")

@@ -12,7 +12,8 @@ An iteration goes through the stages in order, and waits for each until it is fr
 
     begins in stage i  =  max(ends in stage i - 1, the stage's last iteration ended)
 
-So when iterations of different lengths alternate, a stage is idle after the longer iteration: a bubble.
+So when iterations of different lengths alternate, a stage is idle after a shorter iteration, while the longer
+one is still in another stage: a bubble.
 Iterations enter the stages in the order in which they are launched, because the engine whose clock is
 furthest behind always steps first. So with one engine per batch, an iteration waits only for the iterations
 of the other engines. Communication between stages takes no time.
@@ -34,7 +35,7 @@ from scripts.measurements.replica import Admitted, Replica, Window, row_of
 
 
 def stage_of(cost: CostModel, num_stages: int) -> CostModel:
-    """Return the cost of one stage; `cost` is the cost of all layers on the devices of one stage."""
+    """Return the cost of one stage; `cost` is what the devices of one stage would need for all layers."""
     return replace(
         cost,
         dense_seconds_per_token=cost.dense_seconds_per_token / num_stages,

@@ -71,7 +71,7 @@ def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_p
         *("--turns-max", "512"),
         engine="echo:0.05",
         parameters={
-            "config": {"turns_max": 2000, "grace_seconds": 0.5},
+            "config": {"live_turns_max": 2000, "grace_seconds": 0.5},
             "listening": {"keepalive_seconds": 3.0, "ping_timeout_seconds": 1.0},
         },
     )

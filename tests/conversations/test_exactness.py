@@ -329,7 +329,7 @@ def batch_beside_chats(
         finished: dict[int, Finished] = {}
 
         def take(event: Any) -> None:
-            if getattr(event, "turn_id", 0) < 1 << 40:
+            if getattr(event, "attempt_id", 0) < 1 << 40:
                 runtime.conversations.handle(event)
             elif (found := batch.take(event)) is not None:
                 assert found.request not in finished, "a request is answered twice"

@@ -36,7 +36,10 @@ ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100  # default and maximum of `limit`
 ATTEMPTS_MAX = 3  # attempts to delete an item, if the conversation changes meanwhile
 PENDING_MAX = 100  # per conversation, because the number of messages of a turn is limited
 WINDOW = 16  # number of messages that are read at once in descending order
-ONLY_LAST = "only the last item of a conversation can be deleted, and only if it is a whole message"
+ONLY_LAST = (
+    "only the last item of a conversation can be deleted; it must be pending or from a reply, "
+    "and the only item of its message"
+)
 
 
 class ConversationItems(NamedTuple):

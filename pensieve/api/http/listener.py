@@ -102,9 +102,9 @@ def connections_max() -> int:
         return CONNECTIONS_MAX
     most = max(soft - FILES_KEPT, soft // 2)
     log.warning(
-        "at most %s connections over HTTP: the limit of open files is %s"
-        " (ulimit -n; LimitNOFILE of systemd), and %s would allow %s",
-        *(f"{each:,}" for each in (most, soft, wanted, CONNECTIONS_MAX)),
+        "at most %s connections over HTTP, because the limit of open files is %s."
+        " For %s connections, raise the limit to %s (ulimit -n; LimitNOFILE of systemd)",
+        *(f"{each:,}" for each in (most, soft, CONNECTIONS_MAX, wanted)),
     )
     return most
 
@@ -159,7 +159,9 @@ class HttpListener:
             await asyncio.sleep(0.005)
         if self._serving.done():
             self._serving.result()
-        bound.listen(BACKLOG)  # uvicorn's backlog is also the number accepted per loop step
+        # `backlog` is used for two numbers: the connections accepted per loop step, and the length of the
+        # socket's queue. Only the first should be small, so set the second again.
+        bound.listen(BACKLOG)
 
     def _tls(self) -> dict[str, Any]:
         listening = self._listening

@@ -196,7 +196,7 @@ class ResponseHistory:
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
-        """Delete a response, and its conversation if that was created for responses and has no other one.
+        """Delete a response. Also delete its conversation if nothing else needs it (store/responses.py).
 
         Returns the id of the deleted conversation, or an empty string.
         """

@@ -74,7 +74,7 @@ class NewResponse:
 
     request: ParsedRequest
     turn: TurnRequest
-    chain: ChainEnd  # without digest; used if the request names no conversation
+    chain: ChainEnd  # `_find` makes its digest; used only if the request names no conversation
     ended: MakeStored | None = None  # called at the end of the turn
 
     @classmethod

@@ -345,8 +345,8 @@ def _digest_of(new: NewResponse) -> str:
         repr((settings.system_prompt, turn.messages, settings.tools)),
         repr((dict(settings.template_options), given)),
         repr((request.previous_response_id, request.conversation, request.background)),
-        turn.cache_salt,
         repr(None if constraint is None else constraint.identity),
+        *((turn.cache_salt,) if turn.cache_salt else ()),  # so digests of older servers stay valid
     )
 
 

@@ -103,7 +103,8 @@ def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
 def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
     """Return the total usage of each tenant, by name.
 
-    Limits and saved allowances apply to each daemon separately. They appear only in the rows of the replicas.
+    Limits, and what a tenant has saved up of its rates, apply to each daemon separately. They appear only in
+    the rows of the replicas.
     """
     by_name: dict[str, list[tuple[str, pb.Tenant]]] = {}
     for each in found:

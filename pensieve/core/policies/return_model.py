@@ -24,8 +24,8 @@ formula assumes that the KV is dropped at the best time u:
 
     worth(t) = max over u > t of   P(returns before u | away at t) / E[seconds until the return, or until u]
 
-So no horizon has to be chosen: the size of the cache decides how long KV is kept. If the formula would rise
-with t, its lowest value up to t is used, because a queue needs values that fall with the idle time
+Only this formula uses u. How long KV is really kept depends on the size of the cache. If the formula would
+rise with t, its lowest value up to t is used, because a queue needs values that fall with the idle time
 (queue.py).
 """
 

@@ -1,9 +1,10 @@
 """Compute the whole forward of a model whose layers are all fused, without the model's own code.
 
-The loop over the layers supports: a table of embeddings times a number; a table of positions to add, or one
-pair of rotations for all layers; a final norm; an output product (`lm_head`: hidden states to logits) times a
-number.  Each is found in the recorded forward and compared with the recorded answers.  A second forward, in
-which the result of the output product is 64 times as large, reveals a cap on logits.
+The loop over the layers supports: a table of embeddings times a number; a table of position embeddings to
+add, or one rotation (cosines and sines) for all layers; a final norm; an output product (`lm_head`: hidden
+states to logits) times a number.  Each is found in the recorded forward and compared with the recorded
+answers.  A second forward, in which the result of the output product is 64 times as large, reveals a cap on
+logits.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ the same collectives, in the same order.  There are three other waits:
   those ranks finish and report the copies independently of all other work.
 
 Why a page is never reused too early.  Each rank has its own copier, so ranks finish a copy at different
-times.  A copy is reported to the core when the last rank has finished it (`Tally`).  No copier uses the pages
-of that copy any more.  The core's other guarantees follow from the order of iterations, which is the same on
-each rank.  When rank 0 collects iteration k, a worker may not have finished k, but it will run k + 1 after k.
-An iteration without copies needs no reply.
+times.  A copy is reported to the core when the last rank has finished it (`Tally`).  By then, no rank's
+copier uses the pages of that copy any more.  The core's other guarantees follow from the order of iterations,
+which is the same on each rank.  When rank 0 collects iteration k, a worker may not have finished k, but it
+will run k + 1 after k.  An iteration without copies needs no reply.
 
 If a worker ends or fails, its KV is incomplete.  `launch` or `collect` then raises DeviceError, which ends
 the engine.  No history is lost, because the store has all histories.

@@ -1,4 +1,4 @@
-"""Mask the tokens that a row may not sample: bits on the host become -infinity in the logits.
+"""Forbid tokens: a token whose bit in the row's mask is 0 gets the logit -infinity.
 
 A mask of 150,000 tokens takes 19 kB.  It is uploaded as bits and unpacked on the device.
 """

@@ -83,7 +83,7 @@ class PostgresBackend:
         self.writer.close()
 
     def share(self) -> None:
-        """Do nothing: other daemons may already open the history."""
+        """Do nothing: unless `is_exclusive`, other daemons can open the history from the start."""
 
     def lease_connection(self) -> PostgresWriter:
         return self.writer.lease_connection()
@@ -120,10 +120,10 @@ class PostgresBackend:
 class PostgresErasure(ErasureSteps):
     """Deletes the rows of wiped bodies, a few per transaction.
 
-    A deletion wipes the content in its transaction, and later statements do not see it. Pensieve erases no
-    more than that, so an erasure is never pending here. The server keeps old row versions in its files until
-    VACUUM has reused their space, in its write-ahead log, and in archives and copies (docs/postgresql.md,
-    "What a deletion leaves").
+    The transaction of a deletion overwrites the content with NULL. After its commit, statements do not see
+    the content any more, so an erasure is never pending here. Only the empty rows are left to delete. The
+    server itself keeps old row versions in its files until VACUUM has reused their space, in its write-ahead
+    log, and in archives and copies (docs/postgresql.md, "What a deletion leaves").
 
     Every change that wipes bodies notes that in the writer. A starting process looks for wiped rows that an
     earlier process has left.

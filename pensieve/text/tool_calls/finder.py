@@ -2,8 +2,8 @@
 
     text ─push─> "I'll look. "  CallBegan(0, "get_weather")  CallArguments(0, '{"city"')  …  "Done."
 
-A scanner starts where a call may begin (styles.py). The scanner gets one character after the other, until one
-of these events:
+A scanner starts where a call may begin (styles.py). It gets one character after the other, and reports to
+`ParsedCalls` (calls.py) what it has recognized. It ends with one of these events:
 
     it returns               The calls are complete. The closing mark is not text.
     it raises NoCall         The characters that it read since its last report are text, exactly as sampled.
