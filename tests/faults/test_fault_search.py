@@ -70,9 +70,12 @@ def test_every_kind_of_fault_has_happened(place: Path, request: pytest.FixtureRe
     happened = sum((searched(first, place) for first in firsts), Counter[str]())
     print(*(f"{happened[kind]:7} {kind}" for kind in KINDS), sep="\n")
     assert len(KINDS) > 12
-    least = 20 * SCALE if len(firsts) == len(SEARCHES) else 1
-    rare = {kind: happened[kind] for kind in KINDS if happened[kind] < least}
-    assert not rare, rare
+    is_whole = len(firsts) == len(SEARCHES)
+    rare = {
+        kind: happened[kind] for kind in KINDS if happened[kind] < (20 * SCALE if is_whole else 1)
+    }
+    # A third of the searches may miss a kind that happens only in few worlds.
+    assert len(rare) <= (0 if is_whole else 1), rare
 
 
 @pytest.mark.parametrize("seed", KEPT, ids=lambda seed: f"{seed}: {KEPT[seed]}")
