@@ -630,7 +630,9 @@ function saveSettings() {
 
 // -- sidebar and memory drawer --
 
-const isWide = () => matchMedia("(min-width: 62.01rem)").matches;
+// In a wide window, the sidebar is beside the chat; in a roomy one, the memory drawer is, too.
+const WIDE = matchMedia("(min-width: 62.01rem)"), ROOMY = matchMedia("(min-width: 75.01rem)");
+const isWide = () => WIDE.matches;
 
 function openSidebar(is) {
   const isOver = is && !isWide(), wasOpen = $("sidebar").classList.contains("opened");
@@ -647,12 +649,12 @@ function openMemory(is) {
   $("memory-open").setAttribute("aria-expanded", String(is));
   if (is && !isWide()) openSidebar(false);
   drawShade();
-  if (is && !isWide()) $("memory-close").focus(); else if (!is && wasOpen && !isWide()) $("memory-open").focus();
+  if (!ROOMY.matches && is) $("memory-close").focus(); else if (!ROOMY.matches && wasOpen) $("memory-open").focus();
 }
 
-// In a narrow window, only the sidebar or the drawer can have the focus while it covers the chat.
+// While the sidebar or the drawer covers the chat, only it can have the focus.
 function drawShade() {
-  const isOver = !isWide() && ($("sidebar").classList.contains("opened") || !$("memory").hidden);
+  const isOver = (!isWide() && $("sidebar").classList.contains("opened")) || (!ROOMY.matches && !$("memory").hidden);
   $("shade").hidden = !isOver;
   $("chat").inert = isOver;
 }
@@ -665,7 +667,7 @@ function toggleMemory(is) {
   if (!is) $("memory-open").focus();
 }
 
-const closeDrawers = () => { openSidebar(false); if (!isWide()) openMemory(false); };
+const closeDrawers = () => { openSidebar(false); if (!ROOMY.matches) openMemory(false); };
 
 // -- the state of the connection --
 
@@ -714,7 +716,7 @@ $("sidebar-close").onclick = () => openSidebar(false);
 $("memory-open").onclick = () => toggleMemory($("memory").hidden);
 $("memory-close").onclick = () => toggleMemory(false);
 $("shade").onclick = closeDrawers;
-matchMedia("(min-width: 62.01rem)").onchange = drawShade;
+WIDE.onchange = ROOMY.onchange = drawShade;
 document.addEventListener("keydown", event => {
   if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open]")) return;
   if (!$("shade").hidden) closeDrawers();
@@ -724,7 +726,7 @@ document.addEventListener("keydown", event => {
 async function start() {
   const linked = decodeURIComponent(location.hash.slice(1));
   drawSettings();
-  openMemory(matchMedia("(min-width: 75rem)").matches && localStorage.getItem("memory") !== "closed");
+  openMemory(ROOMY.matches && localStorage.getItem("memory") !== "closed");
   begin();
   openDraft(linked);
   try {

@@ -74,21 +74,32 @@ function blocksOf(text) {
 
 // Comments, strings, numbers and common keywords of code get a colour, if the language is known.
 const REMARKS = {
-  "#[^\\n]*": "bash docker dockerfile ini make makefile perl py python python3 r rb ruby sh shell toml yaml yml zsh",
-  "//[^\\n]*|/\\*[^]*?(?:\\*/|$)": "c c# c++ cpp cs css dart go golang h java javascript js json jsonc jsx kotlin kt php rs rust "
+  "(?<![^\\s;&|(])#[^\\n]*": "bash docker dockerfile ini make makefile perl r rb ruby sh shell toml yaml yml zsh",
+  "#[^\\n]*": "py python python3",
+  "(?<!:)//[^\\n]*|/\\*[^]*?(?:\\*/|$)": "c c# c++ cpp cs dart go golang h java javascript js json jsonc jsx kotlin kt php rs rust "
     + "scala swift ts tsx typescript",
+  "/\\*[^]*?(?:\\*/|$)": "css",
   "--[^\\n]*": "haskell hs lua sql",
 };
 const WORDS = "and|as|async|await|bool|boolean|break|case|catch|char|class|const|continue|def|default|del|do|done|double|elif|else|"
   + "end|enum|except|export|extends|fi|finally|float|fn|for|foreach|from|func|function|global|if|impl|import|in|int|interface|is|"
   + "lambda|let|local|long|match|mod|mut|new|not|null|None|of|or|package|pass|private|protected|pub|public|raise|return|self|"
   + "static|string|struct|super|switch|then|this|throw|trait|True|False|true|false|try|type|undefined|unless|use|using|var|void|"
-  + "when|where|while|with|yield|SELECT|FROM|WHERE|JOIN|LEFT|RIGHT|INNER|ON|GROUP|ORDER|BY|INSERT|INTO|VALUES|UPDATE|SET|DELETE|"
-  + "CREATE|TABLE|INDEX|AND|OR|NOT|NULL|AS|LIMIT|HAVING|DISTINCT";
+  + "when|where|while|with|yield";
+const SQL_WORDS = "all|alter|and|as|asc|between|by|case|create|default|delete|desc|distinct|drop|else|end|exists|from|group|having|"
+  + "in|index|inner|insert|into|is|join|key|left|like|limit|not|null|on|or|order|outer|primary|right|select|set|table|then|union|"
+  + "update|values|when|where|with";
+// comments, attributes, entities and tags of markup
+const MARKUP = /(<!--[^]*?(?:-->|$))|((?<==)"[^"]*"?|(?<==)'[^']*'?)|(&#?\w+;)|(<\/?[A-Za-z][\w:.-]*|\/?>)/g;
 const COLOURS = new Map(Object.entries(REMARKS).flatMap(([remark, languages]) => {
-  const pattern = `(${remark})|("(?:\\\\.|[^"\\\\\\n])*"?|(?<![\\w&<])'(?:\\\\.|[^'\\\\\\n]){0,500}'|\`(?:\\\\.|[^\`\\\\])*\`?)|\\b(0x[\\da-f]+|\\d[\\d_]*(?:\\.\\d+)?(?:e[+-]?\\d+)?)\\b|\\b(${WORDS})\\b`;
-  return languages.split(" ").map(language => [language, new RegExp(pattern, "g")]);
+  return languages.split(" ").map(language => {
+    const isSql = language === "sql", words = isSql ? SQL_WORDS : WORDS;
+    const long = language.startsWith("py") ? `"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)|` : "";
+    const pattern = `(${remark})|(${long}"(?:\\\\.|[^"\\\\\\n])*"?|(?<![\\w&<])'(?:\\\\.|[^'\\\\\\n]){0,500}'|\`(?:\\\\.|[^\`\\\\])*\`?)|\\b(0x[\\da-f]+|\\d[\\d_]*(?:\\.\\d+)?(?:e[+-]?\\d+)?)\\b|\\b(${words})\\b`;
+    return [language, new RegExp(pattern, isSql ? "gi" : "g")];
+  });
 }));
+for (const language of ["htm", "html", "svelte", "svg", "vue", "xml"]) COLOURS.set(language, MARKUP);
 
 function coloured(text, language) {
   const node = make("code"), colours = COLOURS.get(language);
@@ -149,7 +160,7 @@ const NODES = {
       else items.at(-1).lines.push(line.replace(new RegExp(`^\\s{0,${items.at(-1).width}}`), ""));
     }
     for (const item of items) {
-      const li = make("li");
+      const li = make("li", /^\[[ xX]\] /.test(item.lines[0]) ? "task" : "");
       item.lines[0] = item.lines[0].replace(/^\[([ xX])\] /, (all, mark) => (mark === " " ? "☐ " : "☑ "));
       nested(li, item.lines, depth);
       node.append(li);

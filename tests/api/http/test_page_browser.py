@@ -467,7 +467,15 @@ Second line with https://example.org/a_b_c. And \\*stars\\*.
 ***
 ```python
 def f(x):  # a "remark"
+    '''Return "x" for
+    all of it.'''
     return "# text" * 2.5
+```
+```sql
+select name from users -- all
+```
+```html
+<a href="https://example.org/#x">&amp; if</a>
 ```
 
 ~~~
@@ -499,8 +507,13 @@ def test_markdown_becomes_nodes(browser: Any, slow: HttpRig) -> None:
         code = text.locator("pre").first
         expect(code.locator(".word")).to_have_text(["def", "return"])
         expect(code.locator(".remark")).to_have_text('# a "remark"')
-        expect(code.locator(".quoted")).to_have_text('"# text"')
+        quoted = ["'''Return \"x\" for\n    all of it.'''", '"# text"']
+        expect(code.locator(".quoted")).to_have_text(quoted)
         expect(code.locator(".value")).to_have_text("2.5")
+        expect(text.locator("pre").nth(1).locator(".word")).to_have_text(["select", "from"])
+        markup = text.locator("pre").nth(2)
+        expect(markup.locator(".quoted")).to_have_text('"https://example.org/#x"')
+        expect(markup.locator(".word")).to_have_text(["<a", ">", "</a", ">"])
         expect(text.locator("pre").last).to_have_text("<p>*not em*</p>")  # an open fence
 
 
