@@ -10,7 +10,7 @@
     ├── WrongJobState             the job's state does not allow the operation; for example, the job has ended
     ├── ContextFull               the turn does not fit the context; `tokens_max` is the limit
     ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; retry later
-    ├── StorageFull               the tenant's conversations have reached their size limit; delete some
+    ├── StorageFull               the tenant's `storage_bytes` or `prefixes_max` is reached; delete some data
     ├── DeadlineExceeded          the timeout has passed; the message says what the history keeps
     ├── Unauthenticated           the token is missing or unknown
     ├── PermissionDenied          the token does not allow the call
@@ -180,7 +180,7 @@ class QueueFull(PensieveError):
 
 
 class StorageFull(PensieveError):
-    """The tenant's conversations have reached their size limit: delete some."""
+    """The tenant's `storage_bytes` or `prefixes_max` is reached: delete conversations, jobs or prefixes."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "STORAGE_FULL"

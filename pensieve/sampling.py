@@ -141,8 +141,8 @@ class Sampling:
     )
     stop_repetition: int = _parameter(
         0,
-        "end the reply when it ends with at least four copies of a pattern of at most N tokens, "
-        "together at least N tokens; 0: never",
+        "end the reply when it ends with a pattern of at most N tokens that occurs at least four times in a "
+        "row, over at least N tokens; 0: never",
         "must be 0 (off) or positive",
         *(0, (1 << 31) - 1),
         metavar="N",

@@ -30,8 +30,9 @@ static_assert(kPanel == kTilePanel);
 template <typename Input>
 constexpr int kTileInputs = kTileBytes / sizeof(Input);
 
-// Multiplies up to 32 rows at a time in tiles. The tiles keep their shapes during this object's lifetime. Input is the
-// type of the rows' values: Element, or uint8_t for quantised rows.
+// Multiplies up to 32 rows at a time in tiles. The tiles stay configured until this object is destroyed. Their shapes
+// change only if the number of rows changes. Input is the type of the rows' values: Element, or uint8_t for quantised
+// rows.
 template <typename Element, typename Input>
 class RowsInTiles {
  public:
@@ -86,10 +87,10 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
 }
 
 // A block has up to 256 rows (kBlockRows) and 8 panels (kBlockPanels). It is multiplied stretch by stretch: one stretch
-// of inputs by all panels, then the next stretch. A second-level cache of 2 MiB, even if two threads share it, holds a
-// stretch of the rows (256 KiB), of a panel and the next panel (32 KiB each), and the sums (256 KiB). So rows are read
-// from memory once per 8 panels, and weights once per 256 rows. A step reads 4 KiB of inputs and weights. Storing and
-// loading the sums of a stretch adds 0.5 KiB per step.
+// of inputs by all panels, then the next stretch. A thread needs 576 KiB: the rows' stretch (256 KiB), the stretches of
+// two panels (32 KiB each), and the sums (256 KiB). A second-level cache of 2 MiB holds this for two threads. So rows
+// are read from memory once per 8 panels, and weights once per 256 rows. A step reads 4 KiB of inputs and weights.
+// Storing and loading the sums of a stretch adds 0.5 KiB per step.
 template <typename Element, typename Input>
 void multiply_block(const Product& product, int32_t panel, int32_t end_panel, int32_t first,
                     int32_t end, const char* ahead) {
@@ -180,9 +181,9 @@ bool products_agree() {
   return true;
 }
 
-// Whether attention with and without tiles is equal up to the rounding of weights, for each number of tiles. The test
-// has six scattered pages. Attention processes the first page alone, then four pages together, then the last page,
-// which is partly written. Unwritten slots hold NaN.
+// Whether attention gives the same results with and without tiles, except for the rounding of the attention weights.
+// This is tested for each number of tiles, with six scattered pages. Attention processes the first page alone, then
+// four pages together, then the last page, which is partly written. Unwritten slots hold NaN.
 bool attention_agrees() {
   constexpr int kPages = 6, kMost = 64, kHead = 96, kWritten = 5 * kSlots + 7, kTile = kSlots * kHead;
   static uint16_t arena[kPages][2][kTile], query[kMost * kHead];

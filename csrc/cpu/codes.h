@@ -1,4 +1,5 @@
-// Write and read rows of codes (attention.h) in vectors of LANES floats. Included once per instruction set.
+// Write and read rows of codes: signed bytes, followed by their scale (attention.h). The functions process LANES values
+// at a time. Included once per instruction set.
 #pragma once
 
 #include "attention.h"
@@ -40,8 +41,7 @@ inline void read_scales(const int8_t* codes, int num_slots, int head_size, float
   }
 }
 
-// The compiler must not fuse the quotient with the addition that rounds it (to the nearest, ties to even). Then codes
-// are the same on every machine, and equal those of pensieve/kernels/kv_format.py.
+// Rounds a row to codes and their scale (WriteCodes in attention.h).
 template <typename Element>
 void write_codes(const void* memory, int32_t head_size, void* to) {
   const Element* row = static_cast<const Element*>(memory);
@@ -65,8 +65,10 @@ void write_codes(const void* memory, int32_t head_size, void* to) {
     memset(codes, 0, head_size);
     return;
   }
+  // Adding 1.5 * 2^23 rounds the quotient to the nearest integer, ties to even. The compiler must not combine division
+  // and addition. Then codes are the same on every machine, and equal those of pensieve/kernels/kv_format.py.
   for (int at = 0; at < head_size; at += LANES) {
-    const Floats shifted = read(row + at) / scale + 12582912.0f;  // 1.5 * 2^23
+    const Floats shifted = read(row + at) / scale + 12582912.0f;
     store_bytes(codes + at, (Ints)shifted - 0x4b400000);
   }
 }

@@ -17,7 +17,8 @@ inline int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : 
 // The thread that calls a product keeps this object between calls.
 class Copies {
  public:
-  // Converts the rows of a product to bytes, for weights like `linear`; `row_of` returns a row's address.
+  // Converts the input rows of a product to bytes. They get the width and the padding of the weights `linear`. `row_of`
+  // returns a row's address.
   template <typename RowOf>
   void quantise(const Dense& dense, const Linear& linear, Product& product, RowOf row_of, int num_threads) {
     const int32_t width = linear.width, padded = linear.inputs;
@@ -46,7 +47,7 @@ class Copies {
 
  private:
   std::vector<uint8_t> bytes_;
-  std::vector<float> steps_;  // the step of each row of bytes
+  std::vector<float> steps_;  // the quantisation step (scale) of each row of bytes
   std::vector<float> floats_;
 };
 

@@ -1,4 +1,5 @@
-// Attention of an iteration's slices over their turns' whole contexts, in scattered pages.
+// Attention of one iteration.  A slice is the part of a turn that the iteration computes.  It attends to the turn's
+// whole context, whose KV is in scattered pages.
 //
 //   out[t, h] = softmax(scale · query[t, h] · Kᵀ) · V   over positions 0 … position of t
 //
@@ -11,13 +12,14 @@
 //                             all warps share a ring buffer of pages.  The matrix units are the limit,
 //                             because a warp uses each page in shared memory for 32 rows.
 //
-// Keys and values are loaded by cp.async, STAGES runs ahead, as groups K V K V … There is one wait before the scores
-// and one wait before the values.  Each wait leaves 2 STAGES - 2 groups pending.  A buffer that was read is overwritten
-// only after the next wait, because then every thread has finished reading.
+// Keys and values are loaded by cp.async, STAGES runs ahead, as groups K V K V … The threads that share a ring wait and
+// synchronise before the scores, and again before the values (UNPACKS: one wait for both).  Each wait leaves
+// 2 STAGES - 2 groups pending.  A buffer that was read is overwritten only after the next synchronisation, because then
+// all these threads have finished reading.
 //
 // Scores and values are products on the matrix units (m16n8k16).  The query stays in registers if it fits; otherwise
-// it is read again from shared memory.  Runs with positions after the item's first row are masked; the other runs need
-// no mask.  Slots behind the last key are loaded as zeros, because a slot that was never written may hold NaN.
+// it is read again from shared memory.  A run is masked only if the warp's first row does not see all of its keys.
+// Slots behind the last key are loaded as zeros, because a slot that was never written may hold NaN.
 //
 // Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run then has 32 keys, so that as many bytes
 // are in flight as with 16-bit elements, and a warp unpacks its data in registers.  In wide items the block unpacks a
@@ -57,7 +59,7 @@ constexpr int HEAD = HEAD_SIZE;
 constexpr int PAGE = 32;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int COLUMNS = HEAD / 8;  // runs of eight columns in a product with the values
+constexpr int COLUMNS = HEAD / 8;  // groups of eight columns in a product with the values
 constexpr int STEPS = HEAD / 16;   // steps of a product with the keys
 using Elements = Tile<HEAD>;
 using StoredTile = Tile<BYTES ? HEAD / 2 : HEAD>;
@@ -251,7 +253,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
     const bool visible = first < limit_max;  // to any row of this warp
     float scores[ROW_TILES][KEY_COLUMNS][4] = {};
     if (visible) {
-      constexpr int COLUMNS_EACH = MIXES ? 4 : 2;  // of a load
+      constexpr int COLUMNS_EACH = MIXES ? 4 : 2;  // groups of eight columns that one load brings
       const uint32 keys = UNPACKS ? unpacked : keys_of(run);
       const uint32 right_row = MIXES ? Operands::row(keys, lane.lane)
                                      : Operands::piece(Operands::row(keys, lane.right_row()), lane.right_piece());
@@ -338,7 +340,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
           const float (&pair)[4] = scores[tile][step * 2 + i / 2];
           left[tile][i] = ptx::pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
         }
-      constexpr int COLUMNS_EACH = MIXES ? 4 : 2;  // of a load
+      constexpr int COLUMNS_EACH = MIXES ? 4 : 2;  // groups of eight columns that one load brings
 #pragma unroll
       for (int columns = 0; columns < COLUMNS; columns += COLUMNS_EACH) {
         uint32 right[4];

@@ -106,7 +106,10 @@ class Panel:
             self.names.append(_Name(name, colour, *ends[-1]))
 
     def traces(self, name: str, lines: Iterable[tuple[Numbers, Numbers]]) -> None:
-        """Draw thin lines in the colour of the named line, for repeats without common points."""
+        """Draw each repeat of the named line as a thin line in its colour.
+
+        For repeats with different values of x, from which no band can be drawn.
+        """
         colour = next((each.colour for each in self.names if each.text == name), FAINT)
         for xs, ys in lines:
             self.axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.55, zorder=2.5)

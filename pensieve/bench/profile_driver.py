@@ -175,7 +175,7 @@ class Measured(NamedTuple):
     point: ProfilePoint
     seconds: float  # lower quartile
     times: int
-    spread: float  # range of the times without the lowest and highest tenth, over `seconds`
+    spread: float  # range of the times, without the lowest and highest tenth, divided by `seconds`
 
 
 def measured(

@@ -397,7 +397,7 @@ def _names_differ(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
     for each in found:
         own = each.value.replica if each.value is not None else ""
         if own and each.replica.is_named and own != each.replica.name:
-            yield f"{each.replica.name} ({each.replica.address}) has the name {own}"
+            yield f"{each.replica.name} ({each.replica.address}) calls itself {own}"
 
 
 def conversations_table(

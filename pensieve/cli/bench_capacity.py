@@ -13,7 +13,7 @@ CAPACITY = """\
 Find the highest load of chats and long documents that a daemon serves within objectives, for three ways to
 schedule prompts. Each way has its own daemon, and all get the same conversations:
 
-    ours             an iteration takes as much of a prompt as keeps its predicted time within --tbt
+    ours             prompts are split, so that the predicted time of each iteration is within --tbt
     whole prompts    prompts are not split, and run in the same iterations as decodes
     prefill first    prompts are not split, and run in a pass of their own before the decodes
 
@@ -21,9 +21,9 @@ A daemon serves a load if the P99 of the time between tokens is within --tbt, th
 token within --ttft, and the median time in the queue below 2 s. The search doubles and halves the load. With
 --rate, that load is run to its end instead, and gaps, first tokens and tokens per second are printed.
 
-Without --tbt there are two objectives, strict and relaxed: 5 and 25 times the time of an iteration of 32
-turns that generate after 4,096 tokens, which is measured first. A search takes half an hour and reports its
-progress."""
+Without --tbt, the command first measures the time of an iteration in which 32 turns generate, each with a
+context of 4,096 tokens. The two objectives, strict and relaxed, are 5 and 25 times this time. A search takes
+half an hour and reports its progress."""
 WAYS = ("ours", "whole", "first")
 
 
@@ -40,7 +40,7 @@ def add_parser(kinds: Any) -> None:
          "relaxed, measured)"),
         ("ttft", float, "S", 0, "objective for the median time to the first token (default: none)"),
         ("rate", float, "N", 0, "run this load, in conversations per second, without a search"),
-        ("seconds", float, "S", 60, "how long conversations start, in each trial (default: 60)"),
+        ("seconds", float, "S", 60, "seconds of each trial in which conversations start (default: 60)"),
         ("rounds", int, "N", 1, "with --rate: number of runs, each with other conversations (default: 1)"),
         ("turns", int, "N", 3, "turns per conversation (default: 3)"),
         ("input-tokens", int, "N", 32, "tokens of a message (default: 32)"),

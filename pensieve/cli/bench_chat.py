@@ -21,9 +21,10 @@ thinks, and sends the next message, all over gRPC. Measured at the client:
     normalized        time of a turn divided by its tokens
     tokens by source  tokens that later turns found on the device or in the host tier, or recomputed
 
-Before the measurement, a conversation runs twice. The second time its KV is dropped between the turns, if
-the daemon was started here. Both runs must get the same replies, token for token. Replies are greedy and
-have a fixed length, so two runs with the same seed do the same work."""
+Before the measurement, each turn of a conversation runs twice. If this command started the daemon, it drops
+the conversation's KV before the second run. Both runs must get the same replies, token for token (on a GPU,
+except after near ties). Replies are greedy and have a fixed length, so two measurements with the same seed
+do the same work."""
 
 
 def add_parser(kinds: Any) -> None:

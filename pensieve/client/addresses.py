@@ -254,7 +254,7 @@ class Route:
         return choice
 
     def answered(self, home: str = "") -> None:
-        """Note that the daemon has answered. `home`: the conversation's address, if the daemon named it."""
+        """Note that the daemon has answered. `home`: the address of the conversation's owner, if given."""
         if not self._has_answered:
             self._has_answered = True
             self.begin_round()

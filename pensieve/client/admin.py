@@ -83,7 +83,7 @@ class Admin(Client):
         return answer.chunks_moved if to_host else answer.chunks_dropped
 
     def check(self) -> list[str]:
-        """Check the consistency of the daemon's tables, and return the problems found."""
+        """Check the daemon's cache, scheduler and history, and return the problems found."""
         return list(
             self.call(lambda at: _stub(at).CheckIntegrity, pb.CheckIntegrityRequest()).problems
         )

@@ -36,7 +36,7 @@ SEVERAL_OPTIONS = (
 )
 # Ray Serve's metadata key for session affinity. With another key, Ray sends calls to arbitrary replicas.
 SESSION_KEY = "session_id"
-HOME_KEY = "pensieve-home"  # response metadata of a forwarded call: the conversation's address
+HOME_KEY = "pensieve-home"  # response metadata of a forwarded call: the address of the conversation's owner
 CHECK_SECONDS = 2.0  # timeout of a health check
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 NOT_SERVING = "the daemon is not serving at present"
@@ -111,7 +111,7 @@ def routed(metadata: Metadata, key: str) -> Metadata:
 
 
 def home_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Return the conversation's address from response metadata; empty if the daemon sent none."""
+    """Return the address of the conversation's owner from response metadata; empty if there is none."""
     return next((str(value) for name, value in metadata or () if name == HOME_KEY), "")
 
 

@@ -29,7 +29,9 @@ JobSource = str | Path | bytes | Iterable[bytes]
 MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 PIECE_MESSAGES = 127  # maximum messages in one piece of an imported history
-PIECE_BYTES = 256 << 10  # the server's limit for the tool calls of one request
+# Maximum bytes of a piece with several messages. A piece may consist of tool calls, and the server accepts at
+# most this many bytes of tool calls in a request.
+PIECE_BYTES = 256 << 10
 CHUNK_BYTES = 256 << 10  # per piece of a job's file
 MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
 PRIORITY_MAX = 8

@@ -27,10 +27,11 @@ class Retry:
 
     While a server is loading its model, it is asked again every one to two seconds, for `loading_seconds` in
     total. These requests do not count as retries. So a turn survives a restart if the daemon listens again
-    before the retries end. The model may take longer to load.
+    before the retries end, even if the model is not loaded by then.
 
-    A client with several addresses sends a request to each address before it counts a failure. After each
-    failure of an address, the client avoids the address for a pause that grows in the same way.
+    A client with several addresses tries them one after another. It counts a failure only if all of them
+    fail. After each failure of an address, the client avoids the address for a pause that grows in the same
+    way.
 
     The timeout of a call or turn includes all pauses. If a pause would outlast the timeout, the last error is
     raised at once.

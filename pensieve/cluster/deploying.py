@@ -77,9 +77,11 @@ def deploy(config: ServeDeploySchema) -> None:
     """Pass the configuration to Ray's controller. Unchanged replicas keep running.
 
     Ray's proxies read their options only when Serve starts. Ray silently ignores changed options, so
-    `check_options` refuses them. Replicas that `roll` has created also keep running. `roll` has changed an
-    environment variable (the generation). The user's configuration file does not contain it, so it is copied
-    from the running application.
+    `check_options` refuses them.
+
+    `roll` changes an environment variable (the generation), which the user's configuration file does not
+    contain. Without this variable, Ray would see a change and replace the replicas. So the generation is
+    copied from the running application.
     """
     if (running := serve_api._get_global_client(raise_if_no_controller_running=False)) is not None:
         details = running.get_serve_details()

@@ -180,7 +180,7 @@ class Settings:
     stream: str = _setting(
         choice("auto", "on", "off"),
         "auto",
-        "run turns that do not fit on the device with their KV in the host tier; auto: if this raises the "
+        "if a turn does not fit on the device, run it with its KV in the host tier; auto: if this raises the "
         "throughput",
         "auto|on|off",
         group="cache and scheduling",
@@ -217,8 +217,8 @@ class Settings:
     ttft: float = _setting(
         number(0, 3600),
         "0",
-        "objective for the time to the first token, in seconds: a turn that would wait longer is refused at "
-        "once, with a retry delay; 0: none",
+        "objective: maximum seconds until the computation of a turn's prompt starts. A turn that would wait "
+        "longer is refused at once, with a retry delay; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -241,14 +241,14 @@ class Settings:
     pipeline_stages: int = _setting(
         whole(1, 64),
         "1",
-        "number of ranks among which the layers are divided: GPUs, or processes on a CPU",
+        "number of stages into which the layers are divided; each stage has --tensor-parallel ranks",
         "N",
         group="several GPUs",
     )
     rank_address: str | None = _setting(
         str,
         "",
-        "listen here for ranks on other machines (`pensieve rank`), which have all stages but the last one. "
+        "listen here for ranks on other machines (`pensieve rank`). They compute all stages except the last. "
         "Use a private network: activations are neither encrypted nor authenticated",
         "HOST:PORT",
         group="several GPUs",
@@ -334,7 +334,8 @@ class Settings:
     http_hosts: tuple[str, ...] | None = _setting(
         names,
         "",
-        "host names that HTTP clients without tokens may use, besides IP addresses and localhost; *: any",
+        "host names under which HTTP clients without tokens may address this daemon (the Host header), "
+        "besides IP addresses and localhost; *: any",
         "NAME,…",
         used_by=(SERVE,),
         group="listening",
@@ -566,8 +567,8 @@ class Settings:
     engine: str = _setting(
         engine,
         "model",
-        "echo: arithmetic instead of a model, with SECONDS per iteration; separate: a pass of its own for "
-        "prompts",
+        "echo: arithmetic instead of a model, with SECONDS per iteration; separate: the model, with prompts "
+        "computed in a separate pass",
         "model|echo[:SECONDS]|separate",
         used_by=(INTERNAL,),
     )
@@ -575,7 +576,8 @@ class Settings:
     staging_tokens: int = _setting(
         whole(0, 1 << 31),
         "0",
-        "tokens of one layer in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
+        "size of the two staging arenas together: the number of tokens whose KV of one layer they hold "
+        "(0: a tenth of the device tier; on a CPU no arenas)",
         used_by=(INTERNAL,),
     )
     prompt_seconds: float = _setting(
@@ -625,7 +627,8 @@ def settings_named(*names: str) -> Table:
     return tuple(each for each in ALL if each.name in names)
 
 
-# settings of earlier versions, and what to use instead
+# Flags, variables and keys of earlier versions, and what to use instead. Some variables remain for tests and
+# measurements (INTERNAL).
 REMOVED_SETTINGS = {
     "backup_seconds": "a changed history is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",

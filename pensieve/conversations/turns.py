@@ -46,9 +46,9 @@ class Suspects:
         2 deaths    the turn is tried again when no other turn with 2 deaths is in the engine
         3 deaths    the turn has failed, with an error that clients do not retry automatically
 
-    After the first death, a death counts only if the turn had no more tokens than in an earlier attempt. So
-    innocent turns are soon cleared. After 3 deaths the record is dropped, so a turn that a client sends again
-    starts with 0 deaths.
+    After the first death, a death counts only if the turn got no further (in tokens) than in its best earlier
+    attempt. An innocent turn gets further, so its later deaths do not count. After 3 deaths the record is
+    dropped, so a turn that a client sends again starts with 0 deaths.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Suspects:
         return False
 
     def must_wait(self, live: LiveTurn, all_live: Callable[[], Iterable[LiveTurn]]) -> bool:
-        """Whether this turn and another turn in the engine both must be tried alone."""
+        """Whether this turn and another turn in the engine have 2 deaths and must not run together."""
         return self._must_be_alone(live) and any(
             self._must_be_alone(other) for other in all_live() if other is not live
         )
@@ -259,10 +259,10 @@ class Turns:
         return live, submit
 
     def check_suspect(self, live: LiveTurn) -> None:
-        """Raise Unavailable if this turn and another turn in the engine both must be tried alone."""
+        """Raise Unavailable if this turn must not run together with a turn in the engine (`Suspects`)."""
         if self.suspects.must_wait(live, self.all_live):
             raise Unavailable(
-                "the engine died twice with this turn, so it must run alone; retry later"
+                "the engine died twice with this turn, and another such turn is running; retry later"
             )
 
     def admit(self, attempt_id: int, missing_tokens: int = 0) -> LiveTurn | None:

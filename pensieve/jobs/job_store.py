@@ -7,7 +7,7 @@
                                  v                 v
                                ended (completed | cancelled | failed | checked)
 
-A job may end in each of the states checking, waiting, running and paused.
+A job can change to `ended` from each of the states checking, waiting, running and paused.
 
 Each job has its own database, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
 tenant and id:

@@ -143,7 +143,7 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
     found = probe(template)
     if found.lost_controls:
         raise UnsupportedModel(
-            "its chat template creates control tokens by formatting or a filter, so that they cannot be "
+            "its chat template builds control tokens with string formatting or a filter. They cannot be "
             f"distinguished from text (seen in {found.lost_controls[0]})"
         )
     for difference in found.differences:

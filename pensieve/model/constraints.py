@@ -131,7 +131,7 @@ class TurnConstraints:
         self._constrained.pop(attempt_id, None)
 
     def start_masks(self, rows: Sequence[Row]) -> MaskJobs:
-        """Start the masks of the rows whose logs are complete."""
+        """Start the masks of constrained rows. Rows that are ahead are only listed, for `start_ahead`."""
         if not self._constrained:
             return NO_JOBS
         jobs = MaskJobs({}, [])

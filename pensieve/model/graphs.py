@@ -12,8 +12,9 @@ and nothing reads their logits.
 
 The work list has a fixed length, so the number of items needs a bound.  It has one if the attention is
 planned with the fewest waves (kernels/attention/plan.py explains this and the other terms).  The work list is
-one tensor with three parts: merges, items, and the rows of packs.  Every row of a decode is one tile, so it
-has at most one merge and is in at most one pack.  Empty entries fill the rest of each part.
+one tensor with three parts: merges, items, and the rows of packs.  In a decode, a turn has one token, which
+is one tile of the attention.  So a turn has at most one merge and is in at most one pack.  Empty entries fill
+the rest of each part.
 
 All graphs share one tensor of logits, which are valid until the next replay.
 

@@ -1,8 +1,9 @@
 """Copy tensors between host and device without waiting.
 
-On an accelerator both directions use page-locked memory and are ordered by the stream.  An upload has arrived
-when a later kernel reads it.  The host waits only for a `ReadBack` whose value it reads.  (An ordinary copy
-waits for everything launched before it.)  Torch reuses the page-locked memory only after the copy is done.
+On an accelerator both directions use page-locked memory and are ordered by the stream.  So an upload is
+complete before a kernel that is launched after it.  The host waits only for a `ReadBack` whose value it
+reads.  (An ordinary copy waits for everything launched before it.)  Torch reuses the page-locked memory only
+after the copy is done.
 
 On a CPU nothing is copied: an upload or a read-back is the tensor itself.
 """

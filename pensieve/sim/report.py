@@ -1,7 +1,7 @@
 """Format the figures of a simulation as a row of plain values and as a text table.
 
-Rows that differ only in their seed are repeats. The table shows their medians in one line, and the least and
-the most that a policy saves.
+Rows that differ only in their seed are repeats. The table shows their medians in one line. It also shows the
+range of the differences between a policy's cost and the cost of lru (negative: the policy costs less).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = (
     ("history_tokens", "history tokens", "{:,.0f}"),
     ("recomputed_tokens", "recomputed", "{:,.0f}"),
     ("recompute_cost", "cost", "{:,.0f}"),
-    ("saved_shown", "against lru", "{}"),
+    ("saved_shown", "cost against lru", "{}"),
     ("hit_rate", "found", "{:.1%}"),
     ("first_token_p50", "first token P50 s", "{:.3f}"),
     ("normalized_p90", "P90 ms/token", "{:.1f}"),

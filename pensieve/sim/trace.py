@@ -5,9 +5,9 @@ may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
   tokens. Equal ids mean equal prefixes. The last block may be incomplete. A request continues an earlier
-  request if the ids of the earlier request, without its last id, are a prefix of its own ids. This prefix
-  must have at least two ids, because the first block is the same in every line. If several earlier requests
-  match, the latest is continued. If two requests continue the same request, the second is a fork.
+  request if its ids begin with all ids of the earlier request except the last. These must be at least two
+  ids, because the first block is the same in every line. If several earlier requests match, the latest is
+  continued. If two requests continue the same request, the second is a fork.
 * **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 

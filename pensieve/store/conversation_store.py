@@ -622,7 +622,7 @@ class ConversationStore:
         )
 
     def scrub(self) -> ScrubSteps:
-        """Return a scrub of the whole history. Use it in the thread that reads the history."""
+        """Return the steps of a check of the whole history. Only one thread at a time may take a step."""
         return self._backend.scrub()
 
     # -- checking --

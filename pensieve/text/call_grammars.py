@@ -111,8 +111,8 @@ class _Grammar:
     def _is_closed(self) -> bool:
         """Whether text may follow a call.
 
-        If a control token opens the part of the reply that holds the call (parts.py), only another control
-        token can close that part.
+        No if the opening mark is a control token and the closing mark is not. The call is then in a part of
+        the reply (parts.py) that only a control token can close.
         """
         if self._form is not CallForm.HERMES:
             return False

@@ -1,9 +1,9 @@
 """The Jinja sandbox for chat templates, with the functions that `transformers` gives to templates.
 
 Jinja's immutable sandbox lets a template access only its variables. Two hooks of Jinja track which characters
-the template wrote (see template_text.py). The code generator turns every constant into a `TemplateText`. The
-environment's `concat`, which joins all output of templates, macros and blocks, keeps the marks of each
-character.
+the template wrote (see template_text.py). The code generator turns every constant into a `TemplateText`,
+which marks its characters as written by the template. The environment's `concat` joins all output of
+templates, macros and blocks, and keeps these marks.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Then:
 * `encode` finds control tokens itself, and only if the template wrote all their characters.
 * The text between two control tokens is tokenised as one section, including both the template's text and the
   client's. So ordinary text gets the same ids as in a tokenisation of the whole rendering.
-* The ids of each section are checked. If the vocabulary has its control tokens among its words (word level,
-  unigram), a section could still contain a control token. Then the text is cut inside that word.
+* The ids of each section are checked, because some vocabularies (word level, unigram) also have the control
+  tokens as ordinary words. If a text became a control token, the section is cut after the first character of
+  that text, and both parts are tokenised separately.
 
 Most tokenizers treat the start of a text specially, for example by adding a space. A section in the middle of
 a log must not be treated in this way. So it is encoded after an *anchor*: a token that this class adds before

@@ -185,7 +185,7 @@ class Stats(google.protobuf.message.Message):
     conversations_stored: builtins.int
     """All stored conversations."""
     new_tokens: builtins.int
-    """Tokens of new messages. This counter and the counters below count from the start of the engine."""
+    """Tokens of new messages. This counter and the counters up to idle_tokens count from the start of the engine."""
     device_tokens: builtins.int
     """Tokens whose KV was found on the device."""
     host_tokens: builtins.int
@@ -582,7 +582,9 @@ class CachedConversation(google.protobuf.message.Message):
     idle_seconds: builtins.float
     """Seconds since the last turn ended; 0 while a turn runs."""
     retention_value: builtins.float
-    """Value of the conversation's least valuable chunk: seconds of recompute per second idle."""
+    """Value of the conversation's least valuable chunk by the policy (--policy). A chunk with a lower value is evicted
+    earlier.
+    """
     running: builtins.bool
     """Whether a turn runs."""
     def __init__(
@@ -954,7 +956,7 @@ class Tenant(google.protobuf.message.Message):
     name: builtins.str
     """Name of the tenant. Empty for callers without a token, or with a token without a tenant."""
     turns: builtins.int
-    """Turns that run, wait or are about to begin, and running warms."""
+    """Turns that run, wait or are about to begin, and running warm-ups (KV computed in advance)."""
     calls: builtins.int
     """Running calls."""
     stored_bytes: builtins.int

@@ -3,8 +3,9 @@
 `kernels` only checks. The other sections check their shapes again and time them. If a shape fails,
 the other shapes still run. KV in fp8 comes last.
 
-As a program (`python -m scripts.gpu_bench.kernels DEVICE`), the module runs the kernels that read and write
-KV on the smallest shapes that reach all their parts, for tools under which a kernel takes seconds.
+As a program (`python -m scripts.gpu_bench.kernels DEVICE`), the module runs the kernels that read KV and the
+kernels that write KV. It uses small shapes that still reach all parts of these kernels, because a kernel
+takes seconds under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SLICES = {
     "narrow": [(0, 1), (31, 1), (63, 1), (700, 3), (200, 0), (500, 4), (4000, 3), (12_000, 1)],
     "wide": [(0, 1), (0, 33), (32, 8), (500, 130), (200, 0), (7, 40), (4000, 3), (3000, 300)],
 }
-ROTATED_BYTES = 512 << 20  # total size of alternating inputs: several times the cache
+ROTATED_BYTES = 512 << 20  # total size of a timing's alternating inputs: several times the L2 cache
 
 
 class Timed(NamedTuple):
@@ -257,7 +258,8 @@ def section_attention(bench: Bench) -> None:
         mean = statistics.geometric_mean(each)
         bench.report(
             "attention",
-            f"bf16 {name}: geometric mean {mean:.2f} of {len(each)} shapes, worst {max(each):.2f}",
+            f"bf16 {name}: time relative to torch: {mean:.2f} (geometric mean of {len(each)} shapes), "
+            f"worst {max(each):.2f}",
             mean=mean,
             heads=name,
         )
@@ -297,7 +299,7 @@ def _against_torch(
     share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the bandwidth")
     bench.report(
         "attention",
-        f"{what}: {seconds * 1e6:.1f} us, {ratio:.2f} x torch ({best}), {words}",
+        f"{what}: {seconds * 1e6:.1f} us, {ratio:.2f} x torch's time ({best}), {words}",
         ratio=ratio,
         seconds=seconds,
         best=best,
@@ -322,7 +324,10 @@ def section_decode(bench: Bench) -> None:
 
 
 def _decode_shared(bench: Bench, what: str, batch: int, front: int, own: int) -> None:
-    """Time slices with the same first `front` pages: these pages are read once, or once per slice."""
+    """Time the attention of slices that begin with the same `front` pages.
+
+    Two times are measured: these pages are read once, or once for each slice.
+    """
     slices = [(front * PAGE + own - 1, 1)] * batch
     times = {}
     for shared in (True, False):

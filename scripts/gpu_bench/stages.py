@@ -210,7 +210,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
                 mean = each["mean"]
                 what = "tune the path for at most 32 rows" if mean > 1 else "nothing to do"
                 sentences.append(
-                    f"attention {each['heads']}: {mean:.2f} x torch (should be at most 1.0): {what}"
+                    f"attention {each['heads']}: {mean:.2f} x torch's time (should be at most 1.0): {what}"
                 )
         case 6:
             best = {

@@ -20,8 +20,8 @@ from typing import Any
 from pensieve.bench.bench_daemon import serving
 from pensieve.client.client import Client
 
-# Python imports this module in each process that has its folder on the path. It records files while the file
-# `on` exists. Each process writes its list when `on` is removed.
+# The text of `sitecustomize.py`, which Python imports at the start of each process that has its folder on the
+# path. It records files while the file `on` exists. Each process writes its list when `on` is removed.
 HOOK = """
 import json, os, sys, threading, time
 folder = {folder!r}

@@ -83,15 +83,15 @@ def gains(study: Study, figure: str) -> Iterator[Line]:
     if preset.kv_heads < preset.heads:
         changed = {name: _old_kernel(systems[name], preset) for name in ("Pensieve", "vLLM-like")}
         changed_guesses = (guesses["vLLM-like"] * 1.5, guesses["vLLM-like"] * 0.75)
-        what = "the same over vLLM-like with a kernel that reads KV for each query head"
+        what = "throughput over vLLM-like, if both read KV once per query head"
         yield _changed(study, gain, "old kernel", changed, changed_guesses, what)
     if gain.num_gpus == 1:
         changed = {name: _half_memory(systems[name]) for name in ("Pensieve", "vLLM-like")}
         changed_guesses = (guesses["Pensieve"] * 0.6, guesses["vLLM-like"] * 0.7)
-        what = "the same over vLLM-like with memory read at half the rate"
+        what = "throughput over vLLM-like, if both read memory at half the rate"
         yield _changed(study, gain, "half memory", changed, changed_guesses, what)
     if gain.lower_latency:
-        what = f"{model}: P90 latency, GPU cache below vLLM-like, at most"
+        what = f"{model}: largest reduction of P90 latency, GPU cache compared with vLLM-like"
         lower = study.lower_latency(systems["GPU cache"], systems["vLLM-like"])
         yield Line(figure, what, gain.lower_latency, lower, "{:.0f} %")
     first = study.at_limit("", systems["vLLM-like"], guesses["vLLM-like"])[0]
@@ -155,7 +155,10 @@ def _note_history(study: Study, figure: str, systems: dict[str, Scenario]) -> No
 
 
 def policies(study: Study) -> Iterator[Line]:
-    """Figure 3.14: compare LRU, cost over idle time, and learned returns under the same load."""
+    """Figure 3.14: compare three policies under the same load.
+
+    `lru`, `value` (recompute cost divided by idle time) and `return` (learns which conversations come back).
+    """
     gain = GAINS["3.12a"]
     scenario = study.scenario(gain.model)
     crossings = study.at_limit("figure 3.14, the load", scenario, gain.guesses[0])
@@ -299,7 +302,7 @@ def phases(study: Study) -> Iterator[Line]:
     what = f"{model}: throughput, unified over separate phases"
     yield Line("3.18", what, "better", ratio(unified, separate))
     lower = study.lower_latency(*systems.values())
-    what = f"{model}: P90 latency, unified below separate, at most"
+    what = f"{model}: largest reduction of P90 latency, unified compared with separate"
     yield Line("3.18", what, "better", lower, "{:.0f} %")
     study.note_crossings("3.18", systems)
     study.draw("figure-3.18", f"3.18: {model}, phases", systems)

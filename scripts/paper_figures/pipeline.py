@@ -15,8 +15,8 @@ An iteration goes through the stages in order, and waits for each until it is fr
 So when iterations of different lengths alternate, a stage is idle after a shorter iteration, while the longer
 one is still in another stage: a bubble.
 Iterations enter the stages in the order in which they are launched, because the engine whose clock is
-furthest behind always steps first. So with one engine per batch, an iteration waits only for the iterations
-of the other engines. Communication between stages takes no time.
+furthest behind always steps first. With one engine per batch, each engine has only one iteration in flight.
+So an iteration waits only for iterations of the other engines. Communication between stages takes no time.
 """
 
 from __future__ import annotations

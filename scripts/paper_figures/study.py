@@ -31,10 +31,11 @@ THROUGHPUT, P90 = "throughput (output tokens per second)", "P90 normalized laten
 ASSUMED = (
     f"time: data sheets x 0.6 (pensieve/sim/cost.py), {GPU}; several GPUs are one larger one, and "
     "communication between them, sampling and tokenization take no time; an iteration has 0.5 ms of overhead",
-    f"memory: {KV_BYTES / 1e9:.0f} GB of KV and {HOST_BYTES / 1e9:.0f} GB of host memory per GPU (table 4: "
-    "the rest of 0.9 of the device's memory)",
-    "load: conversations like ShareGPT's (5.56 turns, log-normal; 37.8 tokens in, 204.6 out, to 16,384), "
-    "reaction times exponential around 60 s, in a load that has lasted for long",
+    f"memory: {KV_BYTES / 1e9:.0f} GB of KV and {HOST_BYTES / 1e9:.0f} GB of host memory per GPU "
+    "(Sarathi, Baton: KV has 0.9 of the device's memory, minus the weights)",
+    "load: conversations like ShareGPT's, with means of 5.56 turns (log-normal), and 37.8 tokens in, 204.6 "
+    "tokens out and 60 s of reaction time (exponential); at most 16,384 tokens of context; each simulation "
+    "starts with a steady load",
     f"throughput: output tokens per second at the lowest load where the P90 of normalized latency crosses "
     f"{LIMIT_MS:g} ms per token",
     "each figure: the median over seeds (least to most); a ratio compares two systems seed by seed",
@@ -146,7 +147,10 @@ class Study:
         )
 
     def seconds_of(self, model: str) -> float:
-        """Return how many seconds of a simulation count, so that each model runs about as many turns."""
+        """Return how many seconds of a simulation count.
+
+        With them, all models run about the same number of turns.
+        """
         grouped = MODELS[model].kv_heads < MODELS[model].heads
         return self.extent.grouped_seconds if grouped else self.extent.seconds
 

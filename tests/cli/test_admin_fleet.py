@@ -80,7 +80,7 @@ def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
         "tokens: 0 new, 0 on the device, 0 on the host, 0 recomputed, 0 generated\n"
         "first token of all: p50 12.3 ms, p95 1,500.0 ms, p99 1,500.0 ms in the last 5 minutes\n"
         "token gap of all: p50 12.3 ms, p95 1,500.0 ms, p99 1,500.0 ms in the last 5 minutes\n"
-        "a (h:1) has the name z\n"
+        "a (h:1) calls itself z\n"
         "c does not answer: nothing listens at h:3\n"
         "d does not answer: no answer in 5 s"
     )

@@ -4,8 +4,9 @@
                      counts, audits                 runs the turn
 
 The daemon that received the request authenticates the caller, counts the call and reads the body. Then it
-sends the request to the owner, with the caller's identity but without the caller's token. It passes the
-answer on piece by piece, with backpressure from a slow client. If the client disconnects, the owner's
+sends the request to the owner, without the headers that contain the caller's token. If the daemons share a
+secret, the request names the caller. Otherwise it has the caller's token as gRPC metadata. The daemon passes
+the answer on piece by piece, with backpressure from a slow client. If the client disconnects, the owner's
 application sees a disconnect.
 """
 

@@ -74,7 +74,7 @@ class NewResponse:
 
     request: ParsedRequest
     turn: TurnRequest
-    chain: ChainEnd  # `_find` makes its digest; used only if the request names no conversation
+    chain: ChainEnd  # used only if the request names no conversation; `_find` adds the history's digest
     ended: MakeStored | None = None  # called at the end of the turn
 
     @classmethod

@@ -1,33 +1,36 @@
 """Divide an iteration's attention into work for a GPU's blocks, once for all layers.
 
-Rows are cut into tiles, and tiles of slices that begin with the same pages may form packs (`tiles`).  A tile
-becomes one *item* of work, or several *parts* that are merged afterwards.  csrc/include/work.h defines the
-records of items and merges.
+A *row* is one query token with one of the query heads that share a KV head.  The rows of a slice are cut into
+*tiles*.  Tiles of slices that begin with the same pages may form *packs* (tiles.py).  A tile becomes one
+*item* of work, or several *parts* that are merged afterwards.  csrc/include/work.h defines the records of
+items and merges.
 
-Kernels.  On Hopper the wide tiles have their own kernel, which runs before the kernel of the narrow tiles,
-with another number of blocks.  Each kind of tile is planned separately, for the number of blocks that its
-kernel can run at once (`BlocksAtOnce`).  On other GPUs one kernel does both kinds of tiles, and a page costs
-twice as much in a wide tile as in a narrow tile.  The kernel of narrow tiles also does all packs, whatever
-their number of rows.  So a batch that only decodes stays one launch on Hopper, and its plan has the form that
-graphs need.
+Kernels.  A tile of at most `narrow_max` rows is *narrow*, and a larger tile is *wide*.  On Hopper, wide tiles
+have their own kernel.  It runs before the kernel of the narrow tiles, with another number of blocks.  Each
+kind of tile is planned separately, for the number of blocks that its kernel can run at once (`BlocksAtOnce`).
+On other GPUs one kernel does both kinds of tiles, and a page costs twice as much in a wide tile as in a
+narrow tile.  The kernel of narrow tiles also does all packs, whatever their number of rows.  So a batch that
+only decodes stays one launch on Hopper, and its plan has the form that graphs need.
 
 Cutting a context.  The device runs B blocks at once.  With parts of at most `limit` pages there are n blocks,
 which read `total` pages in ⌈n / B⌉ waves, so the time is at most
 
-    min(⌈n / B⌉ · limit, total / B + limit)        (longest first; any block may be the last to end)
+    min(⌈n / B⌉ · limit, total / B + limit)
 
-plus a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`),
-and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile, this
-write and read cost as much as eight pages.  The planner tries the fewest possible number of waves and a few
-more, and finds the smallest limit for each number.  It uses the limit with the least time, or cuts nothing if
-that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do not
-leave most blocks idle in a second wave.  No part is shorter than `PART_PAGES_MIN`.
+The first bound holds because no wave takes longer than `limit`.  The second holds because the device has no
+free place until the last block starts, and this block takes at most `limit`.  To this time, the planner adds
+a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`), and
+one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile, this write
+and read cost as much as eight pages.  The planner tries the fewest possible number of waves and a few more,
+and finds the smallest limit for each number.  It uses the limit with the least time, or cuts nothing if that
+takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do not leave
+most blocks idle in a second wave.  No part is shorter than `PART_PAGES_MIN`.
 
-Sharing pages.  A pack's results are always parts.  For each member of the pack, a merge combines the parts of
-the member's own context with the member's rows in the pack's parts.  So a pack costs one more part for each
-row, and one more block.  A pack is made if this costs less than reading the shared pages again (`_worth`).
-The plan with packs is used if it takes less time than the plan without packs, by the formula above.  On an
-otherwise idle GPU, reading pages twice may cost less than the merge.
+Sharing pages.  The result of a pack is always a part, even if the pack is not cut.  For each member of the
+pack, a merge combines the parts of the member's own context with the member's rows in the pack's parts.  So a
+pack costs one more part for each row, and one more block.  A pack is made if this costs less than reading the
+shared pages again (`_worth`).  The plan with packs is used if it takes less time than the plan without packs,
+by the formula above.  On an otherwise idle GPU, reading pages twice may cost less than the merge.
 
 Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
 Hopper's blocks are persistent: the block with the longest item of one wave gets the shortest item of the next
@@ -102,7 +105,8 @@ class TileCosts(NamedTuple):
 
     made: PackedTiles
     step: int  # pages that the kernel reads at once
-    pack_costs: list[tuple[int, int]]  # cost of a page, and of all pages in whole steps
+    # For each pack or tile: the cost of a page, and of all its pages (rounded up to a multiple of `step`).
+    pack_costs: list[tuple[int, int]]
     tile_costs: list[tuple[int, int]]
 
     @classmethod
@@ -200,8 +204,8 @@ def plan_work(
 ) -> Plan:
     """Plan the work for slices of these lengths that begin at these positions.
 
-    With `waves_more` 0, there are at most `blocks.narrow` / num_kv_heads + 1 more items than narrow tiles.
-    This includes the items of packs.
+    If `waves_more` is 0, `Plan.items` has at most n + `blocks.narrow` / num_kv_heads + 1 items, including
+    items of packs. n is the number of its tiles before cutting.
     """
     tiles = [
         tile
@@ -324,7 +328,7 @@ def part_limit(
 ) -> Cut:
     """Return the best limit of parts (a multiple of `step`, unless nothing is cut), and its time.
 
-    `items_max` bounds the number of parts, unless there are more items even without any cut.
+    There are at most `items_max` items after cutting. If there are more before cutting, nothing is cut.
     """
     if not kinds:
         return Cut(PART_PAGES_MIN, 0.0)

@@ -15,7 +15,8 @@ from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
 
-EXPERT_ROWS_MAX = 512  # rows computed together: enough per expert to justify reading its weights
+# The experts compute at most this many rows together. So many rows justify reading all experts' weights.
+EXPERT_ROWS_MAX = 512
 
 
 class PagesStruct(ctypes.Structure):
@@ -51,7 +52,10 @@ class BuffersStruct(ctypes.Structure):
 
 
 class CpuPagedRows:
-    """One iteration's rows, in `dtype`, and their arena (layers, pages, 2, kv_heads, slots, row)."""
+    """The rows of one iteration (its tokens), in `dtype`, and the arena with their KV.
+
+    The arena is (layers, pages, 2, kv_heads, slots, row). Its last axis holds one key or value.
+    """
 
     def __init__(
         self,
@@ -161,5 +165,8 @@ class Workspace:
         self.struct = BuffersStruct(*addresses[:6], experts)
 
     def rotated(self, num_rows: int, widths: Widths) -> torch.Tensor:
-        """Return each row's queries, keys and values after `before_attention` of a layer of these widths."""
+        """Return the queries, keys and values that the last `before_attention` wrote, one row per token.
+
+        `widths` are the layer's.
+        """
         return self._tensors[1][: num_rows * widths.heads_in].view(num_rows, widths.heads_in)

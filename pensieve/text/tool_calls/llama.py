@@ -2,7 +2,8 @@
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
-`<|python_tag|>` may come first. Because this mark is optional, an object without arguments is not a call.
+`<|python_tag|>` may come first. This mark is optional, so an ordinary JSON reply could look like a call.
+Therefore an object is a call only if it has the key `parameters` (or `arguments`), whose value may be empty.
 """
 
 from __future__ import annotations
@@ -25,4 +26,4 @@ def llama(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
         if (yield from past_white(character)) != ";":
             break
         character = yield from nonspace()
-    raise NoCall  # anything after the last call is text
+    raise NoCall  # ends the scan: complete calls are kept, and the rest of the reply is text
