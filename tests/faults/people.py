@@ -294,11 +294,13 @@ class People:
 
         async def say() -> None:
             try:
-                await daemon.begin(request.ask(request.words + " w4"))
+                live = await daemon.begin(request.ask(request.words + " w4"))
             except (InvalidArgument, NotFound, Unavailable, QueueFull, TurnRunning):
                 return
             if self._deletions_begun[name] != num_deletions:
-                return  # the conversation may be deleted and created again
+                # The conversation may be deleted and created again. `look` does not know these words.
+                daemon.conversations.ends.give_up(live)
+                return
             raise AssertionError("other words were taken under an id that has its answer")
 
         self._call("say other words", say())
