@@ -213,8 +213,8 @@ class FairQueue:
         """Return what the turn's share has used."""
         return self._shares[turn.share].used
 
-    def charge(self, turn: Turn, num_tokens: int) -> None:
-        share = self._shares[turn.share]
+    def charge(self, name: str, num_tokens: int) -> None:
+        share = self._shares[name]
         share.used += num_tokens / share.weight
         share.num_tokens += num_tokens
 

@@ -275,11 +275,15 @@ class Scheduler:
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
             running = self.micro_batches.chosen(running, with_place, builder, background)
+        releasing, has_background = self._releasing, self._num_background > 0
         for turn in running:
-            if turn.is_background != background or not self._has_place(turn):
+            # `_has_place` and `Turn.is_prefill`, without the calls: every generating turn comes here.
+            if turn.state is not TurnState.RUNNING or turn.attempt_id in releasing:
+                continue
+            if has_background and turn.is_background != background:
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
-            if turn.warm or turn.frontier < num_tokens - 1:  # `Turn.is_prefill`
+            if turn.warm or turn.frontier < num_tokens - 1:
                 # Only a turn that has generated before, and lost its KV to a failure, may need a page.
                 if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
                     builder.require_pages(1)
@@ -324,7 +328,7 @@ class Scheduler:
                 oldest = oldest_prefill(first, started)
                 started.remove(first)
                 if builder.has_room(oldest):
-                    self.queued.charge(first, builder.fill(first, oldest))
+                    self.queued.charge(first.share, builder.fill(first, oldest))
                 continue
             if turn is None:
                 break
@@ -334,7 +338,7 @@ class Scheduler:
             if isinstance(admission, PageReservation):
                 blocked.passed()
                 builder.admit(admission)
-                self.queued.charge(turn, builder.fill(turn, oldest_prefill(turn, started)))
+                self.queued.charge(turn.share, builder.fill(turn, oldest_prefill(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             else:
@@ -426,7 +430,7 @@ class Scheduler:
         for turn in streaming.turns_to_admit(*waiting, running, builder, blocked.background):
             found = self._admit(turn, now, builder.filled_before, streamed=True)
             if isinstance(found, PageReservation):
-                self.queued.charge(turn, builder.fill(turn))
+                self.queued.charge(turn.share, builder.fill(turn))
 
     def _plan_background(
         self, builder: IterationBuilder, interactive: BlockedTurns, now: float
@@ -535,6 +539,7 @@ class Scheduler:
                 news.append(Ended(turn, FinishReason.FAILED, failure.reason))
         for turn, chunk, generation in builder.completed:
             turn.completed.append((chunk, generation))
+        num_sampled: dict[str, int] = {}  # by share
         for sample in outcome.samples:
             turn = self._turns[sample.attempt_id]
             turn.pending_tokens -= 1
@@ -544,18 +549,24 @@ class Scheduler:
                 self.counters.idle_tokens += 1
                 continue
             turn.tokens.append(sample.token_id)
-            turn.usage.output_tokens += 1
-            self.queued.charge(turn, 1)
-            if turn.usage.first_token_at is None:
-                turn.usage.first_token_at = now
-            at_length = FinishReason.LENGTH if turn.ends_at(len(turn.tokens)) else None
-            finish = FinishReason.STOP if sample.stopped else at_length
+            num_sampled[turn.share] = num_sampled.get(turn.share, 0) + 1
+            usage = turn.usage
+            usage.output_tokens += 1
+            if usage.first_token_at is None:
+                usage.first_token_at = now
+            news.append(sample)
             if sample.repeats:
                 finish = FinishReason.REPETITION
-            news.append(sample)
-            if finish is not None:
-                self._finish(turn, finish, now)
-                news.append(Ended(turn, finish))
+            elif sample.stopped:
+                finish = FinishReason.STOP
+            elif turn.ends_at(len(turn.tokens)):
+                finish = FinishReason.LENGTH
+            else:
+                continue
+            self._finish(turn, finish, now)
+            news.append(Ended(turn, finish))
+        for share, num_tokens in num_sampled.items():
+            self.queued.charge(share, num_tokens)
         while self._disturbed:
             if self._has_place(turn := self._disturbed.pop()):
                 self._suspend(turn, now)
