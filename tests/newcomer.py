@@ -373,7 +373,7 @@ FITTED = (
     Step("pensieve simulate --journal run.jsonl"),
     Step("pensieve simulate --journal run.jsonl --fit cost.json"),
     Step(
-        "pensieve simulate --workload sharegpt --cost cost.json --device-tokens 60k --host-tokens 200k",
+        "pensieve simulate --workload sharegpt --cost cost.json --device-tokens 60k --host-tokens 0",
         quick=False,
     ),
 )
