@@ -186,8 +186,8 @@ class KVCache:
         if tail is not None:
             chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
         # Other turns can find these chunks only after the turn's next token, because NaN or infinity in their
-        # KV would show there.
-        if turn.identities is not None:
+        # KV would show there. A warm has no next token, and an uncommitted iteration may write these chunks.
+        if turn.identities is not None and not turn.warm:
             size = self.config.chunk_tokens
             unknown = [c for c in chunks if c.identity is None and c.filled == size]
             turn.completed += [(chunk, chunk.generation) for chunk in unknown]

@@ -176,6 +176,26 @@ def test_wrong_kv_that_made_a_turn_fail_is_found_by_nobody() -> None:
         assert turn.finish is FinishReason.LENGTH
 
 
+def test_a_warm_registers_nothing_that_another_turn_is_computing() -> None:
+    stage = Stage(30, 0)
+    say(stage, "a", [*TEXT, 1])
+    stage.fork_at("a", 8, "b")
+    page = stage.chunks("a")[0].device_page
+    assert page is not None
+    stage.executor.spoil(stage.executor.device, page, 1)
+    say(stage, "c", [*TEXT, 3])  # fails, and the chunks of "a" and "b" lose their KV
+    ask(stage, "a", [4])
+    known = stage.cache.conversations["b"].identities
+    assert known is not None
+    warm = stage.warm("b")
+    warm.identities = known.beginning(8)
+    iteration = stage.scheduler.plan(stage.now)
+    assert iteration is not None
+    assert warm.finish is FinishReason.WARMED  # all its chunks are written by the slice of "a"
+    assert len(stage.cache.content) == 0
+    stage.scheduler.check(stage.now)
+
+
 def test_of_temporary_conversations_with_the_same_chunks_the_newest_stays() -> None:
     stage = Stage(30, 0)
     for number in range(5):
