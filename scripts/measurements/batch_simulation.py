@@ -34,7 +34,7 @@ import math
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -157,9 +157,18 @@ class BatchFigures:
     computed_tokens: int = 0  # computed tokens of prompts
     output_tokens: int = 0
     seconds: float = 0.0
-    iterations: int = 0
-    iteration_tokens: int = 0
     suspensions: int = 0
+    tokens_by_iteration: list[int] = field(default_factory=list)
+    busy_iterations: int = 0  # until the last prompt token: without the cool-down
+    busy_seconds: float = 0.0
+
+    @property
+    def iterations(self) -> int:
+        return len(self.tokens_by_iteration)
+
+    @property
+    def iteration_tokens(self) -> int:
+        return sum(self.tokens_by_iteration)
 
     @property
     def saving(self) -> float:
@@ -172,6 +181,7 @@ class BatchSetting:
     recompute: CostProfile
     cache: CacheConfig
     scheduler: SchedulerConfig
+    reorders: bool = True
 
 
 class BatchSimulator:
@@ -197,14 +207,11 @@ class BatchSimulator:
         self.run = BatchRun(
             "simulated",
             [BatchRequest(each.prompt, options) for each in batch],
-            FeedConfig(
-                cache.device_pages - cache.reserve_pages,
-                cache.chunk_tokens,
-                setting.scheduler.turns_max,
-            ),
+            FeedConfig(cache.device_pages, cache.chunk_tokens),
             lambda: next(numbers),
             root="r",
             sharing=sharing,
+            reorders=setting.reorders,
         )
         self.figures = BatchFigures()
 
@@ -240,8 +247,9 @@ class BatchSimulator:
 
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
         figures = self.figures
-        figures.iterations += 1
-        figures.iteration_tokens += iteration.num_tokens
+        figures.tokens_by_iteration.append(iteration.num_tokens)
+        if any(piece.stop - piece.start > 1 for piece in iteration.slices):
+            figures.busy_iterations, figures.busy_seconds = figures.iterations, ended
         for piece in iteration.slices:
             request = self.run.request_of(piece.attempt_id)
             if request is not None:
