@@ -116,8 +116,7 @@ class BatchRun:
         self._keeps_all = sharing == "lru"
         groups = [PrefixGroup(0, (request,)) for request in range(len(requests))]
         if sharing == "groups":
-            groups = _groups(requests)
-            groups.sort(key=(lambda each: _rank(each, requests)) if reorders else _first_line)
+            groups = _groups(requests, reorders)
         num_tokens = [len(each.tokens) for each in requests]
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
@@ -299,22 +298,20 @@ class BatchRun:
         return f"~batch/{self._name}/{request}"
 
 
-def _groups(requests: Sequence[BatchRequest]) -> list[PrefixGroup]:
-    """Return the groups of requests that share a prefix. Requests with different salts share none."""
+def _groups(requests: Sequence[BatchRequest], reorders: bool) -> list[PrefixGroup]:
+    """Return the groups of requests that share a prefix. Requests with different salts share none.
+
+    Groups with the fewest tokens to compute come first (prefix_groups.py), or those of the first requests.
+    """
     by_salt: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         by_salt.setdefault(request.cache_salt, []).append(number)
     prompts = [each.tokens for each in requests]
-    return [
+    groups = [
         PrefixGroup(group.prefix_tokens, tuple(numbers[each] for each in group.members))
         for numbers in by_salt.values()
         for group in prefix_groups([prompts[number] for number in numbers])
     ]
-
-
-def _rank(group: PrefixGroup, requests: Sequence[BatchRequest]) -> tuple[float, int]:
-    return group.num_computed([each.tokens for each in requests]), _first_line(group)
-
-
-def _first_line(group: PrefixGroup) -> int:
-    return group.members[0]
+    if not reorders:
+        return sorted(groups, key=lambda group: group.members)
+    return sorted(groups, key=lambda group: (group.num_computed(prompts), group.members))
