@@ -3,7 +3,7 @@
 Each function of `FIGURES` returns rows with the paper's number, ours, and a verdict:
 
     reproduced       the number is within a tenth of the paper's, or a gain within a quarter
-    same shape       the number differs, but the paper's claim holds: a gain has at least a quarter of its size
+    same shape       the number differs, but the paper's claim holds (at least a quarter of a gain)
     not reproduced   the paper's claim does not hold
 
 batch_simulation.py describes the requests and what is assumed. In addition:
