@@ -27,8 +27,10 @@ fit. So a group with too many requests runs in parts. While a group is opening, 
 if the first group leaves enough pages. So prefixes are computed while earlier groups finish.
 
 The expected length of a reply is the mean of the ended replies' lengths plus one standard deviation, but at
-most the reply's maximum. Until NUM_LEARNED_MIN replies have ended, it is the maximum. If the estimate is too
-low, the scheduler suspends turns.
+most the reply's maximum. The replies of the request's own group count, because requests with the same
+instructions have replies of similar lengths. Until NUM_LEARNED_MIN replies of the group have ended, the
+replies of all groups count. Until NUM_LEARNED_MIN of these have ended, the expected length is the maximum. If
+the estimate is too low, the scheduler suspends turns.
 """
 
 from __future__ import annotations
@@ -49,7 +51,6 @@ NUM_LEARNED_MIN = 8  # ended replies before their lengths are used
 class FeedConfig(NamedTuple):
     pages_max: int  # device pages for which the batch plans
     chunk_tokens: int
-    turns_max: int  # turns of the batch at once
 
 
 class Submit(NamedTuple):
@@ -69,18 +70,6 @@ Action = Submit | DropPrefix
 
 
 @dataclass(slots=True)
-class _Group:
-    index: int
-    prefix_tokens: int  # tokens that its requests share; 0: none
-    num_left: int  # requests that have not ended
-    waiting: list[int]  # the next request is last
-    num_active: int = 0
-    opener: int | None = None  # the active request that computes the prefix
-    is_open: bool = False
-    own_pages: int = 0  # pages planned for the requests that wait for the opener
-
-
-@dataclass(slots=True)
 class _Lengths:
     """Statistics of the lengths of ended replies."""
 
@@ -93,8 +82,12 @@ class _Lengths:
         self.total += num_tokens
         self.squares += num_tokens * num_tokens
 
+    @property
+    def is_known(self) -> bool:
+        return self.count >= NUM_LEARNED_MIN
+
     def expected(self, most: int) -> int:
-        if self.count < NUM_LEARNED_MIN:
+        if not self.is_known:
             return most
         mean = self.total / self.count
         deviation = sqrt(max(self.squares / self.count - mean * mean, 0.0))
@@ -102,12 +95,16 @@ class _Lengths:
 
 
 @dataclass(slots=True)
-class _Planned:
-    """Pages and turns for which the batch plans."""
-
-    pages: int = 0
-    turns: int = 0
-    of_request: dict[int, int] = field(default_factory=dict)  # own pages of each active request
+class _Group:
+    index: int
+    prefix_tokens: int  # tokens that its requests share; 0: none
+    num_left: int  # requests that have not ended
+    waiting: list[int]  # the next request is last
+    num_active: int = 0
+    opener: int | None = None  # the active request that computes the prefix
+    is_open: bool = False
+    own_pages: int = 0  # pages planned for the requests that wait for the opener
+    lengths: _Lengths = field(default_factory=_Lengths)
 
 
 class GroupFeed:
@@ -119,7 +116,7 @@ class GroupFeed:
         config: FeedConfig,
     ) -> None:
         """`num_tokens`, `max_tokens`: each request's prompt tokens and maximum reply tokens."""
-        assert min(config.pages_max, config.turns_max) > 0
+        assert config.pages_max > 0
         self._config = config
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
         self._group_of: dict[int, _Group] = {}
@@ -132,8 +129,9 @@ class GroupFeed:
                 assert member not in self._group_of, f"request {member} is in two groups"
                 self._group_of[member] = self._groups[-1]
         self._ready = list(range(len(self._groups)))  # a heap: every group with a request to submit
-        self._planned = _Planned()
-        self._coming = _Planned()  # pages and turns of the requests that wait for an opener
+        self._planned: dict[int, int] = {}  # own pages of each active request
+        self._planned_pages = 0  # for the active requests and the prefixes of their groups
+        self._coming_pages = 0  # for the requests that wait for an opener
         self._lengths = _Lengths()
         self._dropped: deque[int] = deque()
         self._done: set[int] = set()
@@ -151,7 +149,7 @@ class GroupFeed:
 
     @property
     def num_active(self) -> int:
-        return self._planned.turns
+        return len(self._planned)
 
     @property
     def num_left(self) -> int:
@@ -188,6 +186,7 @@ class GroupFeed:
         group.num_left -= 1
         if num_output_tokens is not None:
             self._lengths.add(num_output_tokens)
+            group.lengths.add(num_output_tokens)
         if not group.num_left and group.prefix_tokens:
             self._dropped.append(group.index)
 
@@ -215,46 +214,40 @@ class GroupFeed:
             heappush(self._ready, group.index)  # a duplicate does no harm
 
     def _fits(self, group: _Group) -> bool:
-        """Whether there are enough pages and turns for the group's next request.
+        """Whether there are enough pages for the group's next request.
 
         If that request opens the group, the requests that wait for other openers must also fit.
         """
-        planned, config = self._planned, self._config
-        if not planned.turns:
+        if not self._planned:
             return True
-        pages = planned.pages + self._own_pages(group.waiting[-1], group)
-        turns = planned.turns + 1
+        pages = self._planned_pages + self._own_pages(group.waiting[-1], group)
         if not group.is_open:
-            pages += self._prefix_pages(group) + self._coming.pages
-            turns += self._coming.turns
-        return pages <= config.pages_max and turns <= config.turns_max
+            pages += self._prefix_pages(group) + self._coming_pages
+        return pages <= self._config.pages_max
 
     def _submit(self, group: _Group) -> Submit:
-        planned, request = self._planned, group.waiting.pop()
+        request = group.waiting.pop()
+        own = self._planned[request] = self._own_pages(request, group)
+        self._planned_pages += own
         if not group.num_active:
-            planned.pages += self._prefix_pages(group)
-        own = planned.of_request[request] = self._own_pages(request, group)
-        planned.pages += own
-        planned.turns += 1
+            self._planned_pages += self._prefix_pages(group)
         group.num_active += 1
         opens = bool(group.prefix_tokens) and not group.is_open
         if opens:
             group.opener = request
             group.own_pages = sum(self._own_pages(each, group) for each in group.waiting)
-            self._coming.pages += group.own_pages
-            self._coming.turns += len(group.waiting)
+            self._coming_pages += group.own_pages
         return Submit(request, group.index, group.prefix_tokens, opens)
 
     def _deactivate(self, request: int) -> _Group:
-        group, planned = self._group_of[request], self._planned
-        planned.pages -= planned.of_request.pop(request)
-        planned.turns -= 1
+        group = self._group_of[request]
+        self._planned_pages -= self._planned.pop(request)
         group.num_active -= 1
         if group.opener == request:
             self._close(group)
             self._make_ready(group)
         if not group.num_active:
-            planned.pages -= self._prefix_pages(group)
+            self._planned_pages -= self._prefix_pages(group)
             group.is_open = False
         return group
 
@@ -262,8 +255,7 @@ class GroupFeed:
         """Note that the group is no longer opening."""
         if group.opener is not None:
             group.opener = None
-            self._coming.pages -= group.own_pages
-            self._coming.turns -= len(group.waiting)
+            self._coming_pages -= group.own_pages
             group.own_pages = 0
 
     def _prefix_pages(self, group: _Group) -> int:
@@ -271,21 +263,20 @@ class GroupFeed:
 
     def _own_pages(self, request: int, group: _Group) -> int:
         """Return the pages that a request needs in addition to the whole pages of its prefix."""
-        num_tokens = self._num_tokens[request] + self._lengths.expected(self._max_tokens[request])
+        lengths = group.lengths if group.lengths.is_known else self._lengths
+        num_tokens = self._num_tokens[request] + lengths.expected(self._max_tokens[request])
         return -(-num_tokens // self._config.chunk_tokens) - self._prefix_pages(group)
 
     # -- the audit --
 
     def check(self) -> None:
         """Recompute every invariant."""
-        planned, coming, active = self._planned, self._coming, self._planned.of_request
+        active = self._planned
         states = [request for group in self._groups for request in group.waiting]
         states += [*active, *self._done]
         assert sorted(states) == sorted(self._group_of), "a request has no state, or several"
-        assert planned.turns == len(active), "turns are miscounted"
-        assert planned.turns <= self._config.turns_max, "more turns than may run"
         pages, ready = sum(active.values()), set(self._ready)
-        coming_pages = coming_turns = 0
+        coming_pages = 0
         for group in self._groups:
             of_it = {request for request in active if self._group_of[request] is group}
             assert group.num_active == len(of_it), "a group's active requests are miscounted"
@@ -305,11 +296,10 @@ class GroupFeed:
                 pages += self._prefix_pages(group)
             if group.opener is not None:
                 coming_pages += group.own_pages
-                coming_turns += len(group.waiting)
             elif group.waiting:
                 assert group.index in ready, f"group {group.index} is forgotten"
-        assert pages == planned.pages, "pages are miscounted"
-        assert pages <= self._config.pages_max or planned.turns == 1, "more pages than there are"
-        assert (coming.pages, coming.turns) == (coming_pages, coming_turns), (
-            "the requests that wait for an opener are miscounted"
+        assert pages == self._planned_pages, "pages are miscounted"
+        assert pages <= self._config.pages_max or len(active) == 1, "more pages than there are"
+        assert self._coming_pages == coming_pages, (
+            "the pages of requests that wait for an opener are miscounted"
         )

@@ -16,8 +16,9 @@ Each request has one result. If its turn was cancelled, or ended because the eng
 full, the request is submitted again. It is then computed from the start. The seed is the same, so the reply
 is the same.
 
-After QUEUE_FULL, nothing is submitted until a turn of the batch has an event. If the batch has no turn left,
-submitting continues.
+At most WAITING_MAX submitted turns wait for their admission. So a batch does not fill the engine's queue,
+however many requests fit into memory. After QUEUE_FULL, nothing is submitted until a turn of the batch has an
+event. If the batch has no turn left, submitting continues.
 
 For comparison, there are two other modes of sharing. `off` runs each request by itself, in the order of the
 file. `lru` also runs the requests in the order of the file. Each request finds what is cached of earlier
@@ -49,6 +50,7 @@ from pensieve.engine.messages import (
 
 PrefixSharing = Literal["groups", "lru", "off"]
 _TurnEvent = SampledToken | TurnAdmitted | TurnEnded
+WAITING_MAX = 128  # about as many short prompts as an iteration admits
 TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that are not the request's fault
 
 
@@ -82,7 +84,7 @@ class _Active:
     request: int
     group: int
     shared_tokens: int  # tokens of its prompt in whole chunks of the prefix
-    missing_tokens: int | None = None  # at its admission; None: not admitted
+    missing_tokens: int | None = None  # at its admission; None: it waits
     samples: list[SampledToken] = field(default_factory=list)
 
     def computed_part_of_prefix(self, num_tokens: int) -> bool:
@@ -102,15 +104,19 @@ class BatchRun:
         sharing: PrefixSharing = "groups",
         *,
         root: str,
+        reorders: bool = True,
     ) -> None:
-        """`numbers` draws ids of turns; `share`, `weight` and `root` are as in `SubmitTurn`."""
+        """`numbers` draws ids of turns; `share`, `weight` and `root` are as in `SubmitTurn`.
+
+        `reorders=False` runs the groups in the order of the file, for comparison.
+        """
         self._name, self._requests, self._numbers = name, requests, numbers
         self._share, self._weight, self._size = share, weight, feed.chunk_tokens
         self._root = root if sharing != "off" else ""
         self._keeps_all = sharing == "lru"
         groups = [PrefixGroup(0, (request,)) for request in range(len(requests))]
         if sharing == "groups":
-            groups = _groups(requests)
+            groups = _groups(requests, reorders)
         num_tokens = [len(each.tokens) for each in requests]
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
@@ -120,6 +126,7 @@ class BatchRun:
         # By group: the request whose conversation keeps the prefix.
         self._keepers: dict[int, int] = {}
         self._is_paused = self._holds_back = False
+        self._num_waiting = 0  # active requests whose turns are not admitted
         self.saved_tokens = 0  # cached tokens of prompts
         self.prompt_tokens = 0  # of requests that have their result
         self.output_tokens = 0
@@ -168,6 +175,7 @@ class BatchRun:
         for active in self._active.values():
             self._feed.returned(active.request)
         self._active.clear()
+        self._num_waiting = 0
         self._holds_back = False
 
     # -- from the engine --
@@ -181,6 +189,7 @@ class BatchRun:
             return self._end(active, event)
         self._holds_back = False
         if isinstance(event, TurnAdmitted):
+            self._num_waiting -= active.missing_tokens is None
             active.missing_tokens = event.missing_tokens
         elif isinstance(event, SampledToken):
             active.samples.append(event)
@@ -213,13 +222,15 @@ class BatchRun:
     def check(self) -> None:
         self._feed.check()
         assert len(self._active) == self._feed.num_active, "turns and active requests do not match"
+        waiting = sum(each.missing_tokens is None for each in self._active.values())
+        assert waiting == self._num_waiting <= WAITING_MAX, "waiting turns are miscounted"
 
     # -- the parts --
 
     def _may_go(self) -> bool:
         if self._is_paused:
             return not self._feed.num_left  # only the last prefixes remain to be dropped
-        return not (self._holds_back and self._active)
+        return self._num_waiting < WAITING_MAX and not (self._holds_back and self._active)
 
     def _submit(self, action: Submit) -> SubmitTurn:
         request, attempt_id = action.request, self._numbers()
@@ -227,6 +238,7 @@ class BatchRun:
         shared = min(action.prefix_tokens, len(tokens) - 1)  # at least one token must be computed
         shared -= shared % self._size
         self._active[attempt_id] = _Active(request, action.group, shared)
+        self._num_waiting += 1
         return SubmitTurn(
             attempt_id,
             self._conversation_id(request),
@@ -252,6 +264,7 @@ class BatchRun:
     def _end(self, active: _Active, event: TurnEnded) -> Finished | None:
         request = active.request
         del self._active[event.attempt_id]
+        self._num_waiting -= active.missing_tokens is None
         self._holds_back = event.failure == "QUEUE_FULL"
         if event.finish is FinishReason.CANCELLED or event.failure in TRIED_AGAIN:
             self._feed.returned(request)
@@ -285,8 +298,11 @@ class BatchRun:
         return f"~batch/{self._name}/{request}"
 
 
-def _groups(requests: Sequence[BatchRequest]) -> list[PrefixGroup]:
-    """Return the groups of requests that share a prefix. Requests with different salts share none."""
+def _groups(requests: Sequence[BatchRequest], reorders: bool) -> list[PrefixGroup]:
+    """Return the groups of requests that share a prefix. Requests with different salts share none.
+
+    Groups with the fewest tokens to compute come first (prefix_groups.py), or those of the first requests.
+    """
     by_salt: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         by_salt.setdefault(request.cache_salt, []).append(number)
@@ -296,4 +312,6 @@ def _groups(requests: Sequence[BatchRequest]) -> list[PrefixGroup]:
         for numbers in by_salt.values()
         for group in prefix_groups([prompts[number] for number in numbers])
     ]
+    if not reorders:
+        return sorted(groups, key=lambda group: group.members)
     return sorted(groups, key=lambda group: (group.num_computed(prompts), group.members))

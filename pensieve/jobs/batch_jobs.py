@@ -14,8 +14,8 @@ early (pause, cancel, deletion, shutdown), the lines without a result are still 
 first *holds* the job: its activity is told to end, and no activity of the job begins until the operation is
 done.
 
-A job's turns are background turns, which get the capacity that interactive turns leave free. A job has at
-most as many turns at a time as are expected to fit into `pages_share` of the device tier's pages.
+A job's turns are background turns, which get the capacity that interactive turns leave free. A job has as
+many turns at a time as are expected to fit into the device tier's pages (core/group_feed.py).
 """
 
 from __future__ import annotations

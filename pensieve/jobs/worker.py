@@ -48,7 +48,6 @@ from pensieve.jobs.job_store import JobStore
 from pensieve.jobs.prepared import LineReader, PreparedLine, ResultWriter, failed, refusal
 from pensieve.text import CallStyle
 
-TURNS_MAX = 64  # turns of a job at a time
 WINDOW_TOKENS = 16 << 20  # prompt tokens in memory at a time
 LINES_PER_TASK = 32  # lines read in the text pool before other work may run
 DEATHS_MAX = 2  # deaths of the engine while only this line was in it
@@ -61,8 +60,6 @@ RATE_SECONDS = 30.0  # window of `tokens_per_second`
 
 @dataclass(frozen=True)
 class JobsConfig:
-    pages_share: float = 0.5  # fraction of the device tier's pages that a job may use
-    turns_max: int = TURNS_MAX
     keep_seconds: float = KEEP_SECONDS  # how long an ended job is kept; 0: forever
     call_style: CallStyle | None = None  # how the model writes tool calls; None: they stay text
 
@@ -212,8 +209,7 @@ class Worker:
         ready = self._daemon.engine.ready
         if ready is None:
             raise Unavailable("the engine is starting")
-        pages = max(int(ready.device_pages * self._config.pages_share), 1)
-        feed = FeedConfig(pages, ready.chunk_tokens, self._config.turns_max)
+        feed = FeedConfig(ready.device_pages, ready.chunk_tokens)
         share, weight = f"~batch/{key.tenant}", self._daemon.allowance(key.tenant).limits.weight
         name = f"{next(self._names)}"
         numbers, put = self._numbers.__next__, self._daemon.engine.put

@@ -15,4 +15,5 @@ Simulations of a machine from machine_options:
 machines    number of machines for a load, and their host memory (replica.py simulates one machine)
 servers     single requests, compared with the schedules of vLLM, Orca and FastServe (schedules.py)
 batch_simulation    a batch that shares prefixes
+batchllm    figures of the paper BatchLLM, beside the paper's numbers
 """

@@ -141,7 +141,7 @@ def _one(
     engine, clock = built.engine, SystemClock()
     cache, counters = engine.scheduler.cache.config, engine.scheduler.counters
     pages = cache.device_pages - cache.reserve_pages
-    feed = FeedConfig(pages, cache.chunk_tokens, engine.scheduler.config.turns_max)
+    feed = FeedConfig(pages, cache.chunk_tokens)
     before, name = counters.suspensions, str(next(_NUMBERS))
     batch = BatchRun(name, requests, feed, _NUMBERS.__next__, "~batch", sharing=sharing, root="r")
     replies: list[tuple[int, ...]] = [()] * len(requests)

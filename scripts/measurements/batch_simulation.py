@@ -23,8 +23,8 @@ The share degree is the number of requests with the same prefix (a group). The r
   group's centre are normally distributed, with a deviation of `apart` requests. `APART` is chosen so that an
   LRU cache of the reported machine's size saves 44 % of `snippets`, as reported.
 
-Attention over a shared page is charged to each request that reads it, although kernels may read the page once
-for a group. So the gain of groups in attention is not in these figures.
+`--reads-once` charges a shared page once per iteration, like a kernel that reads the page once for a group.
+Otherwise the page is charged to each request that reads it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ import math
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from pensieve.core.cache import CacheConfig
-from pensieve.core.cost import CostProfile
+from pensieve.core.cost import CostProfile, work_of
 from pensieve.core.group_feed import FeedConfig
-from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.iteration import Iteration, Outcome, Slice
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_groups import prefix_groups, saving, saving_of_tree
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -59,7 +59,9 @@ from scripts.measurements.servers import spread
 
 VOCABULARY = 32_000
 APART = 400.0  # requests
-TOKEN_BUDGET, TURNS_MAX = 2048, 256
+TOKEN_BUDGET = 2048
+TURNS_MAX = 256  # vLLM's default
+TURNS_BY_MEMORY = 1536  # the daemon's maximum for this token budget; memory is the limit
 SHARINGS: tuple[PrefixSharing, ...] = ("groups", "lru", "off")
 
 
@@ -135,11 +137,25 @@ def _group_size(shape: BatchShape, choose: random.Random) -> int:
 
 
 class _Executor(ModelledExecutor):
-    """An executor whose replies end before the limit of their requests."""
+    """An executor whose replies end before the limit of their requests.
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, watch: Any) -> None:
+    With `reads_once`, slices that share a page read the page together, as some attention kernels do.
+    """
+
+    def __init__(
+        self, cost: CostModel, clock: VirtualClock, watch: Any, chunk_tokens: int, reads_once: bool
+    ) -> None:
         super().__init__(cost, clock, watch)
+        self._chunk_tokens, self._reads_once = chunk_tokens, reads_once
         self.output_tokens: dict[int, int] = {}  # attempt_id -> tokens that are left
+
+    def _compute_seconds(self, slices: Sequence[Slice]) -> float:
+        if not self._reads_once:
+            return super()._compute_seconds(slices)
+        work = work_of((piece.start, piece.stop) for piece in slices)
+        pages = {page for piece in slices for page in piece.page_table}
+        keys = min(work.keys, len(pages) * self._chunk_tokens)
+        return self._cost.pass_seconds(work.tokens, work.pairs, keys, work.decodes)
 
     def collect(self) -> Outcome:
         outcome = super().collect()
@@ -157,9 +173,24 @@ class BatchFigures:
     computed_tokens: int = 0  # computed tokens of prompts
     output_tokens: int = 0
     seconds: float = 0.0
-    iterations: int = 0
-    iteration_tokens: int = 0
     suspensions: int = 0
+    tokens_by_iteration: list[int] = field(default_factory=list)
+    busy_iterations: int = 0  # until the last prompt token: without the cool-down
+    busy_seconds: float = 0.0
+
+    @property
+    def iterations(self) -> int:
+        return len(self.tokens_by_iteration)
+
+    @property
+    def iteration_tokens(self) -> int:
+        return sum(self.tokens_by_iteration)
+
+    @property
+    def valleys(self) -> float:
+        """The fraction of iterations before the cool-down with less than half of the token budget."""
+        busy = self.tokens_by_iteration[: self.busy_iterations]
+        return sum(each < TOKEN_BUDGET / 2 for each in busy) / len(busy)
 
     @property
     def saving(self) -> float:
@@ -172,6 +203,8 @@ class BatchSetting:
     recompute: CostProfile
     cache: CacheConfig
     scheduler: SchedulerConfig
+    reorders: bool = True  # groups with the fewest tokens to compute come first
+    reads_once: bool = False  # KV that slices share is read once per iteration
 
 
 class BatchSimulator:
@@ -186,7 +219,9 @@ class BatchSimulator:
     ) -> None:
         cache = setting.cache
         self.clock, self.mailbox = VirtualClock(), Mailbox(1 << 20)
-        self.executor = _Executor(setting.cost, self.clock, self._watch)
+        self.executor = _Executor(
+            setting.cost, self.clock, self._watch, cache.chunk_tokens, setting.reads_once
+        )
         configs = EngineConfigs.fitted(cache, setting.scheduler, None, 1 << 20)
         policy = policy_named("lru", setting.recompute, cache.chunk_tokens)
         ports = Ports(self.clock, self.mailbox, self)
@@ -197,14 +232,11 @@ class BatchSimulator:
         self.run = BatchRun(
             "simulated",
             [BatchRequest(each.prompt, options) for each in batch],
-            FeedConfig(
-                cache.device_pages - cache.reserve_pages,
-                cache.chunk_tokens,
-                setting.scheduler.turns_max,
-            ),
+            FeedConfig(cache.device_pages, cache.chunk_tokens),
             lambda: next(numbers),
             root="r",
             sharing=sharing,
+            reorders=setting.reorders,
         )
         self.figures = BatchFigures()
 
@@ -240,8 +272,9 @@ class BatchSimulator:
 
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
         figures = self.figures
-        figures.iterations += 1
-        figures.iteration_tokens += iteration.num_tokens
+        figures.tokens_by_iteration.append(iteration.num_tokens)
+        if any(piece.stop - piece.start > 1 for piece in iteration.slices):
+            figures.busy_iterations, figures.busy_seconds = figures.iterations, ended
         for piece in iteration.slices:
             request = self.run.request_of(piece.attempt_id)
             if request is not None:
@@ -260,6 +293,8 @@ def main(given: Sequence[str] | None = None) -> None:
     add_machine(parser)
     parser.add_argument("--shape", default="snippets", help="or ranking, or PREFIX/OWNxDEGREE")
     parser.add_argument("--apart", type=float, help="requests; inf: in any order")
+    parser.add_argument("--reads-once", action="store_true", help="read shared KV once")
+    parser.add_argument("--turns", type=int, default=TURNS_BY_MEMORY, help="running at once")
     parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
     arguments = parser.parse_args(given)
     machine, shape = machine_of(arguments), shape_named(arguments.shape)
@@ -269,7 +304,8 @@ def main(given: Sequence[str] | None = None) -> None:
         machine.cost,
         machine.cost.recompute(CHUNK_TOKENS),
         CacheConfig(machine.device_tokens // CHUNK_TOKENS, 0),
-        SchedulerConfig(TOKEN_BUDGET, TURNS_MAX, cost=machine.cost.computing),
+        SchedulerConfig(TOKEN_BUDGET, arguments.turns, cost=machine.cost.computing),
+        reads_once=arguments.reads_once,
     )
     print(
         f"{machine.cost.source}; {machine.device_tokens:,} tokens of KV, none on the host; {shape}"

@@ -324,7 +324,7 @@ def batch_beside_chats(
     with story.life() as runtime:
         runtime.conversations.create("last")
         engine = runtime.engine
-        feed = FeedConfig(3 * tokens // chunk_tokens, chunk_tokens, 12)  # plans with too many pages
+        feed = FeedConfig(3 * tokens // chunk_tokens, chunk_tokens)  # plans with too many pages
         batch = BatchRun("b", requests, feed, count(1 << 40).__next__, "~batch", root="r")
         finished: dict[int, Finished] = {}
 

@@ -24,7 +24,6 @@ CHUNK = 4
 def feed(
     groups: Sequence[tuple[int, int]],  # each: tokens of the prefix, number of requests
     pages_max: int = 100,
-    turns_max: int = 100,
     own: int = 4,
     reply: int = 4,
 ) -> GroupFeed:
@@ -34,7 +33,7 @@ def feed(
         first = len(num_tokens)
         num_tokens += [prefix_tokens + own] * count
         found.append(PrefixGroup(prefix_tokens, tuple(range(first, first + count))))
-    config = FeedConfig(pages_max, CHUNK, turns_max)
+    config = FeedConfig(pages_max, CHUNK)
     return GroupFeed(found, num_tokens, [reply] * len(num_tokens), config)
 
 
@@ -90,20 +89,13 @@ def test_a_group_that_is_too_large_goes_in_parts_and_nobody_passes_it() -> None:
 
 def test_a_request_larger_than_everything_goes_alone() -> None:
     one = GroupFeed(
-        [PrefixGroup(0, (n,)) for n in range(3)], [4, 400, 4], [4] * 3, FeedConfig(10, CHUNK, 9)
+        [PrefixGroup(0, (n,)) for n in range(3)], [4, 400, 4], [4] * 3, FeedConfig(10, CHUNK)
     )
     assert requests(now(one)) == [0]
     one.ended(0, 4)
     assert requests(now(one)) == [1]
     one.ended(1, 4)
     assert requests(now(one)) == [2]
-
-
-def test_no_more_turns_than_may_run_at_once() -> None:
-    one = feed([(8, 4), (0, 1)], turns_max=3)
-    assert requests(now(one)) == [0]  # other requests of its group take the remaining places
-    one.prefix_computed(0)
-    assert requests(now(one)) == [1, 2]
 
 
 def test_where_no_request_is_active_the_prefix_may_be_gone_and_is_opened_again() -> None:
@@ -158,6 +150,26 @@ def test_replies_are_expected_to_be_longer_if_their_lengths_vary() -> None:
     assert len(now(one)) == 1
 
 
+def test_a_group_with_short_replies_is_not_expected_to_have_those_of_another_group() -> None:
+    """20 pages, and requests of 8 + 4 tokens in two groups. Replies of the first group have 36 tokens."""
+    one = feed([(8, 20), (8, 40)], pages_max=20, reply=36)
+    num_active = {0: 0, 1: 0}  # most at a time, by group
+    active: list[Submit] = []
+    while not one.is_done:
+        while actions := now(one):
+            submits = [each for each in actions if isinstance(each, Submit)]
+            active += submits
+            for each in submits:
+                if each.opens:
+                    one.prefix_computed(each.group)
+        for group, most in num_active.items():
+            num_active[group] = max(most, sum(each.group == group for each in active))
+        if active:
+            ended = active.pop(0)
+            one.ended(ended.request, 1 if ended.group else 36)
+    assert num_active == {0: 1, 1: 9}
+
+
 def test_nothing_to_do_is_done() -> None:
     one = feed([])
     assert one.is_done
@@ -184,7 +196,7 @@ class World:
         self.num_requests = len(num_tokens)
         self.num_tokens = num_tokens
         self.max_tokens = [choose.randint(1, 40) for _ in num_tokens]
-        self.config = FeedConfig(choose.randint(3, 40), CHUNK, choose.randint(1, 9))
+        self.config = FeedConfig(choose.randint(3, 40), CHUNK)
         self.feed = GroupFeed(self.groups, num_tokens, self.max_tokens, self.config)
         self.active: list[int] = []
         self.there: set[int] = set()  # groups whose prefix has been computed
@@ -249,7 +261,6 @@ class World:
 
     def limits(self) -> None:
         """Check the limits. Ignore the replies, whose lengths are only estimates."""
-        assert len(self.active) <= self.config.turns_max
         pages = 0
         for group in {self.feed.group_of(request) for request in self.active}:
             shared = self.groups[group].prefix_tokens // CHUNK

@@ -18,7 +18,13 @@ from pensieve.core.iteration import Iteration
 from pensieve.core.prefix_groups import prefix_groups
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, PrefixSharing
+from pensieve.engine.batch_run import (
+    WAITING_MAX,
+    BatchRequest,
+    BatchRun,
+    Finished,
+    PrefixSharing,
+)
 from pensieve.engine.engine import EngineConfig
 from pensieve.engine.journal import Replay
 from pensieve.engine.messages import CancelTurn, EngineMessage, EvictConversation, TurnEnded
@@ -55,8 +61,7 @@ class Bench:
         cache: CacheConfig = LARGE,
         *,
         seed: int = 0,
-        pages_max: int | None = None,
-        turns_max: int = 8,
+        pages_max: int | None = None,  # 1: one request at a time
         queued_max: int = 99,
         sharing: PrefixSharing = "groups",
         **options: Any,
@@ -67,7 +72,7 @@ class Bench:
         self.run = BatchRun(
             "b",
             requests,
-            FeedConfig(pages_max or cache.device_pages, cache.chunk_tokens, turns_max),
+            FeedConfig(pages_max or cache.device_pages, cache.chunk_tokens),
             lambda: next(self.numbers),
             sharing=sharing,
             root="r",
@@ -143,7 +148,7 @@ class Bench:
 
 
 def test_a_prefix_is_computed_once_and_the_engine_forgets_it_with_the_last_reply() -> None:
-    one = Bench(family(0, 14, 5) + family(100, 9, 3), turns_max=99)
+    one = Bench(family(0, 14, 5) + family(100, 9, 3))
     one.finish()
     one.check_results()
     assert one.computed_tokens == (14 + 5 * 4) + (9 + 3 * 4)
@@ -168,7 +173,7 @@ def test_requests_that_are_alike_share_all_but_the_last_token() -> None:
 
 
 def test_a_prefix_that_was_evicted_is_computed_by_the_next_request_for_those_behind_it() -> None:
-    one = Bench(family(0, 16, 6), turns_max=1)
+    one = Bench(family(0, 16, 6), pages_max=1)
     while len(one.results) < 3:
         one.step()
     assert one.run.pause() == []
@@ -182,7 +187,7 @@ def test_a_prefix_that_was_evicted_is_computed_by_the_next_request_for_those_beh
 
 def test_pages_of_a_prefix_that_are_taken_are_computed_by_one_of_its_holders() -> None:
     """While the batch is paused, a message takes all pages of the prefix but one."""
-    one = Bench(family(0, 16, 6), CacheConfig(12, 0, CHUNK), turns_max=3)
+    one = Bench(family(0, 16, 6), CacheConfig(12, 0, CHUNK), pages_max=10)
     while len(one.results) < 2:
         one.step()
     one.put(one.run.pause())
@@ -200,14 +205,14 @@ def test_requests_with_different_salts_are_in_different_groups() -> None:
     requests = [
         replace(each, cache_salt="ab"[number % 2]) for number, each in enumerate(family(0, 16, 6))
     ]
-    one = Bench(requests, turns_max=1)
+    one = Bench(requests, pages_max=1)
     one.finish()
     one.check_results()
     assert one.computed_tokens == 2 * 16 + 6 * 4
 
 
 def test_a_queue_that_is_full_is_waited_for() -> None:
-    one = Bench(family(0, 8, 12), queued_max=2, turns_max=99)
+    one = Bench(family(0, 8, 12), queued_max=2)
     one.finish()
     one.check_results()
     refused = [
@@ -216,6 +221,40 @@ def test_a_queue_that_is_full_is_waited_for() -> None:
         if isinstance(each, TurnEnded) and each.failure == "QUEUE_FULL"
     ]
     assert 0 < len(refused) < 99
+
+
+def test_only_a_few_turns_wait_however_many_requests_fit_into_memory() -> None:
+    requests = [request(n, n + 1) for n in range(WAITING_MAX + 50)]
+    one = Bench(requests, CacheConfig(2000, 0, CHUNK), queued_max=WAITING_MAX + 1)
+    assert len(one.run.go()) == WAITING_MAX
+    one = Bench(requests, CacheConfig(2000, 0, CHUNK), queued_max=WAITING_MAX + 1)
+    one.finish()
+    one.check_results()
+    assert not any(
+        isinstance(each, TurnEnded) and each.failure == "QUEUE_FULL" for each in one.rig.sink.events
+    )
+
+
+def test_a_job_fills_the_device_and_a_message_is_served_at_once() -> None:
+    """Of 100 pages, each request takes 10. Then a message comes that needs half of the device."""
+    requests = [background(request(*range(40 * n, 40 * n + 36), reply=4)) for n in range(30)]
+    one = Bench(requests, CacheConfig(100, 0, CHUNK), scheduler=SchedulerConfig(400, 90))
+    one.step()
+    one.step()
+    scheduler = one.rig.scheduler
+    assert sum(len(turn.chunks) for turn in scheduler.running.values()) == 100
+    one.put([submit(1000, "chat", [], list(range(200)), 3)])
+    one.step()
+    assert [turn.conversation_id for turn in scheduler.running.values()] == ["chat"]
+    assert len(scheduler.suspended) == 10
+    assert len(one.rig.sink.reply_of(1000)) == 1
+    one.finish()
+    one.check_results()
+    assert one.rig.sink.reply_of(1000) == reply_to(list(range(200)), 203, False)
+
+
+def background(one: BatchRequest) -> BatchRequest:
+    return replace(one, options=replace(one.options, background=True))
 
 
 def test_a_request_that_is_too_long_is_refused_and_the_others_are_not() -> None:
@@ -253,7 +292,7 @@ def test_a_request_that_somebody_else_cancels_is_computed_again() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_batch_pauses_at_any_step(depth: int) -> None:
     for after in range(40):
-        one = Bench(family(0, 13, 5) + family(100, 8, 3), turns_max=4, depth=depth)
+        one = Bench(family(0, 13, 5) + family(100, 8, 3), pages_max=11, depth=depth)
         for _ in range(after):
             one.step()
         one.put(one.run.pause())
@@ -269,7 +308,7 @@ def test_a_batch_pauses_at_any_step(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_engine_may_be_lost_at_any_step(depth: int) -> None:
     for after in range(40):
-        one = Bench(family(0, 13, 5) + family(100, 8, 3), turns_max=4, depth=depth)
+        one = Bench(family(0, 13, 5) + family(100, 8, 3), pages_max=11, depth=depth)
         for _ in range(after):
             one.step()
         one.run.engine_lost()
@@ -282,7 +321,7 @@ def test_an_engine_may_be_lost_at_any_step(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_batch_that_is_stopped_leaves_nothing_in_the_engine(depth: int) -> None:
     for after in range(30):
-        one = Bench(family(0, 13, 5) + family(100, 8, 3), turns_max=4, depth=depth)
+        one = Bench(family(0, 13, 5) + family(100, 8, 3), pages_max=11, depth=depth)
         for _ in range(after):
             one.step()
         one.put(one.run.stop())
@@ -323,11 +362,11 @@ def test_without_sharing_every_request_is_computed_by_itself() -> None:
 
 def test_lru_shares_what_earlier_requests_left_in_the_cache() -> None:
     requests = interleaved(family(0, 16, 4), family(100, 16, 4))
-    one = Bench(requests, sharing="lru", turns_max=1)
+    one = Bench(requests, sharing="lru", pages_max=1)
     one.finish()
     one.check_results()
     assert one.computed_tokens == 2 * 16 + 8 * 4
-    small = Bench(requests, CacheConfig(8, 0, CHUNK), sharing="lru", turns_max=1)
+    small = Bench(requests, CacheConfig(8, 0, CHUNK), sharing="lru", pages_max=1)
     small.finish()
     small.check_results()
     assert small.computed_tokens > one.computed_tokens  # two groups do not fit into the cache
@@ -360,7 +399,6 @@ def live_through(seed: int) -> Bench:
         cache,
         seed=seed,
         pages_max=choose.randint(4, 2 * cache.device_pages),
-        turns_max=choose.randint(1, 9),
         queued_max=choose.choice((2, 99)),
         sharing=choose.choice(("groups", "groups", "groups", "lru", "off")),
         depth=choose.choice((1, 2)),
@@ -400,11 +438,11 @@ def test_whatever_happens_each_request_has_its_reply_once(first: int) -> None:
         live_through(seed)
 
 
-@pytest.mark.parametrize("turns_max", [2, 9])
-def test_undisturbed_every_group_computes_its_prefix_at_most_once(turns_max: int) -> None:
+@pytest.mark.parametrize("pages_max", [50, 200])
+def test_undisturbed_every_group_computes_its_prefix_at_most_once(pages_max: int) -> None:
     for seed in range(40):
         requests = drawn_requests(random.Random(seed), 60)
-        one = Bench(requests, CacheConfig(200, 0, CHUNK), turns_max=turns_max)
+        one = Bench(requests, CacheConfig(200, 0, CHUNK), pages_max=pages_max)
         one.finish()
         one.check_results()
         expected = 0
@@ -423,7 +461,7 @@ def test_a_journal_of_a_batch_is_planned_again_as_it_was_recorded() -> None:
     for seed in range(10):
         requests = drawn_requests(random.Random(seed), 40)
         journal = io.StringIO()
-        one = Bench(requests, CacheConfig(14, 6, CHUNK), seed=seed, turns_max=4, journal=journal)
+        one = Bench(requests, CacheConfig(14, 6, CHUNK), seed=seed, journal=journal)
         one.finish()
         replay = Replay(journal.getvalue().splitlines())
         assert len(list(replay)) == replay.num_agreed == one.rig.auditor.num_commits

@@ -55,8 +55,8 @@ def file_of(lines: Iterable[dict[str, Any] | str]) -> bytes:
     return "".join(f"{each}\n" for each in texts).encode()
 
 
-def rig(data: Path, program: tuple[str, ...] = ECHO, **config: Any) -> DaemonRig:
-    return DaemonRig(data, program=program, batch_jobs=JobsConfig(**config))
+def rig(data: Path, program: tuple[str, ...] = ECHO, **settings: str) -> DaemonRig:
+    return DaemonRig(data, program=program, batch_jobs=JobsConfig(), written=settings)
 
 
 def send(rig: DaemonRig, job_id: str, file: bytes, tenant: str = "", **fields: Any) -> JobView:
@@ -190,7 +190,7 @@ def test_only_checking_computes_nothing(tmp_path: Path) -> None:
 def test_a_job_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(60))
     right = undisturbed(tmp_path / "alone", file)
-    with rig(tmp_path / "data", SLOW, turns_max=4) as daemon:
+    with rig(tmp_path / "data", SLOW, turns_max="4") as daemon:
         send(daemon, "j", file)
         for least in (3, 10, 20):
             wait_for(lambda least=least: view(daemon, "j").num_answered >= least)
@@ -204,7 +204,7 @@ def test_a_job_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_paused_job_lets_the_next_one_pass(tmp_path: Path) -> None:
-    with rig(tmp_path, SLOW, turns_max=2) as daemon:
+    with rig(tmp_path, SLOW, turns_max="2") as daemon:
         send(daemon, "first", file_of(line(number) for number in range(40)))
         wait_for(lambda: view(daemon, "first").num_answered)
         send(daemon, "second", file_of(line(number) for number in range(3)))
@@ -214,7 +214,7 @@ def test_a_paused_job_lets_the_next_one_pass(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_job_keeps_its_answers_and_a_deleted_one_leaves_nothing(tmp_path: Path) -> None:
-    with rig(tmp_path, SLOW, turns_max=2) as daemon:
+    with rig(tmp_path, SLOW, turns_max="2") as daemon:
         send(daemon, "j", file_of(line(number) for number in range(40)))
         wait_for(lambda: view(daemon, "j").num_answered > 2)
         cancelled = daemon.call(daemon.batch.cancel("", "j"))
@@ -231,7 +231,7 @@ def test_a_cancelled_job_keeps_its_answers_and_a_deleted_one_leaves_nothing(tmp_
 def test_an_engine_that_is_killed_costs_nobody_an_answer(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(80))
     right = undisturbed(tmp_path / "alone", file)
-    with rig(tmp_path / "data", SLOW, turns_max=8) as daemon:
+    with rig(tmp_path / "data", SLOW, turns_max="8") as daemon:
         send(daemon, "j", file)
         for least in (5, 15, 25, 40):
             wait_for(lambda least=least: view(daemon, "j").num_answered >= least)
@@ -248,7 +248,7 @@ def test_a_daemon_that_is_started_again_goes_on_and_answers_nothing_twice(tmp_pa
     right = undisturbed(tmp_path / "alone", file)
     data, before = tmp_path / "data", 0
     for _ in range(3):
-        with rig(data, SLOW, turns_max=4) as daemon:
+        with rig(data, SLOW, turns_max="4") as daemon:
             if not before:
                 send(daemon, "j", file)
             wait_for(lambda least=before + 4: view(daemon, "j").num_answered > least)
@@ -288,7 +288,7 @@ def test_what_may_not_follow_is_refused_and_disturbs_nothing(
 def test_a_run_that_fails_leaves_nothing_in_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rig(tmp_path, SLOW, turns_max=8) as daemon:
+    with rig(tmp_path, SLOW, turns_max="8") as daemon:
 
         def answer(key: Any, answers: Any) -> Any:
             raise StoreCorrupt("the job is damaged")
@@ -306,8 +306,20 @@ def test_a_run_that_fails_leaves_nothing_in_the_engine(
         wait_for(lambda: not running())
 
 
+def test_a_job_has_as_many_turns_as_fit_and_a_chat_is_answered_at_once(tmp_path: Path) -> None:
+    file = file_of(line(number, body={"max_tokens": 100}) for number in range(200))
+    right = undisturbed(tmp_path / "alone", file)
+    with rig(tmp_path / "data", SLOW) as daemon:
+        send(daemon, "j", file)
+        wait_for(lambda: view(daemon, "j").num_running > 64)
+        assert daemon.ask("chat", "hello").completed is not None
+        assert view(daemon, "j").num_answered < 200
+        assert until_ended(daemon, "j").num_answered == 200
+        assert words(daemon, "j") == right
+
+
 def test_tenants_have_their_turns(tmp_path: Path) -> None:
-    with rig(tmp_path, SLOW, turns_max=2) as daemon:
+    with rig(tmp_path, SLOW, turns_max="2") as daemon:
         for number in range(3):
             send(daemon, f"a{number}", file_of(line(each) for each in range(6)), tenant="a")
         send(daemon, "b", file_of([line(1)]), tenant="b")
@@ -380,7 +392,7 @@ def test_a_client_that_leaves_at_once_leaves_no_job(tmp_path: Path) -> None:
 def test_a_full_disk_stops_a_job_and_not_the_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rig(tmp_path, SLOW, turns_max=4) as daemon:
+    with rig(tmp_path, SLOW, turns_max="4") as daemon:
         right, is_full = daemon.job_store.answer, True
 
         def answer(key: Any, answers: Any) -> Any:

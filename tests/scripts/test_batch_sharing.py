@@ -111,6 +111,19 @@ def test_a_small_cache_that_keeps_what_was_used_last_saves_less_than_groups() ->
     assert groups.seconds < lru.seconds
 
 
+def test_a_shared_page_that_is_read_once_takes_less_time() -> None:
+    """Each of 4 requests has 128 shared and 32 own tokens. Only reading keys takes time."""
+    cost = replace(instant(32)[0], attention_seconds_per_key=1.0)
+    cache, scheduler = CacheConfig(300, 0), SchedulerConfig(256, 64, cost=cost.computing)
+    shape = replace(FEW, requests=4, output_tokens=2)
+    batch, seconds = drawn_batch(shape, 0), []
+    for reads_once in (False, True):
+        setting = BatchSetting(cost, instant(32)[1], cache, scheduler, reads_once=reads_once)
+        seconds.append(BatchSimulator(setting, batch, 20, "groups").finish().seconds)
+    # The opener's prompt; its decode beside three prompts; the three decodes.
+    assert seconds == [160 + (161 + 3 * 160) + 3 * 161, 160 + (192 + 3 * 32) + (128 + 3 * 64)]
+
+
 def test_shapes_are_named() -> None:
     assert shape_named("snippets") is SHAPES["snippets"]
     assert shape_named("2000/200x16") == BatchShape(1000, 2000, 200, 16, varies=False)
