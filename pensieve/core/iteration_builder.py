@@ -93,7 +93,7 @@ class IterationBuilder:
             last.host_filled += 1
             self.streamed[turn.attempt_id] = turn
             self.num_staged += len(chunks)
-        elif last.filled == self._size - 1:
+        elif last.filled == self._size - 1:  # a full chunk may be copied out
             self.filled_before[last] = last.filled
         last.filled += 1
         if last.filled == self._size:
