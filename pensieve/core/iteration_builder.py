@@ -8,8 +8,8 @@ the first planned turn computes the chunk and the others use it.
 If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit after its context, but
 at least TOKENS_MIN. Another prompt may join as long as TOKENS_MIN tokens without a context would fit. The
 first prompt may always join. If the tiles of the matrix kernels are known (cost.py), a piece is shortened so
-that the iteration has whole tiles. If a turn goes before an older prefill, HELD_BACK of the room for prompts, and
-at least TOKENS_MIN tokens, are left for the older prefill (fair_queue.py).
+that the iteration has whole tiles. If a turn goes before an older prefill, HELD_BACK of the room for prompts,
+and at least TOKENS_MIN tokens, are left for the older prefill (fair_queue.py).
 """
 
 from __future__ import annotations
