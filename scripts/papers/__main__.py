@@ -90,15 +90,23 @@ def run(arguments: argparse.Namespace) -> int:
             found[name], seconds = task.result()
             took = f"{time.monotonic() - began:5.0f} s  {name}: {len(found[name])} rows in {seconds:.0f} s"
             print(took, file=sys.stderr, flush=True)
-    rows = [row for name in names for row in found[name]]
-    print("\n".join(table(rows)))
-    if arguments.json is not None:
-        written = json.dumps([values_of(row) for row in rows], indent=1)
-        try:
-            arguments.json.write_text(written + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {arguments.json}: {error.strerror}") from error
+            if arguments.json is not None:
+                _write(arguments.json, _in_order(names, found))
+    print("\n".join(table(_in_order(names, found))))
     return 0
+
+
+def _in_order(names: list[str], found: dict[str, list[Row]]) -> list[Row]:
+    return [row for name in names if name in found for row in found[name]]
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    """Write the rows so far, so that an interrupted run keeps them."""
+    written = json.dumps([values_of(row) for row in rows], indent=1)
+    try:
+        path.write_text(written + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def rows_of(name: str, extent: Extent) -> tuple[list[Row], float]:

@@ -133,14 +133,10 @@ def _old_kernel(
 
 def _reactions(search: Search, gain: Gain, vllm: list[float]) -> Iterator[Row]:
     """Figure 3.16: vary the time between a reply and the next message."""
-    found = {
-        seconds: search.throughputs(search.scenario(gain.model, **options), guess)
-        for seconds, guess, options in (
-            (30, 2.0, {"reaction_seconds": 30.0}),
-            (60, gain.guesses[0], {}),
-            (120, 1.2, {"reaction_seconds": 120.0}),
-        )
-    }
+    found = {}
+    for seconds, guess in ((30, 2.0), (60, gain.guesses[0]), (120, 1.2)):
+        options: dict[str, Any] = {} if seconds == 60 else {"reaction_seconds": float(seconds)}
+        found[seconds] = search.throughputs(search.scenario(gain.model, **options), guess)
     reason = "longer reactions leave more conversations in memory at once, so more KV is dropped"
     yield _row(
         "3.16",

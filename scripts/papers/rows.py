@@ -136,7 +136,7 @@ class Extent:
     resolution: float = 1.1  # ratio of rates at which the search ends
     requests: int = 128  # table 4
     # Panels of FluidInfer.
-    panel_requests: int = 1500
+    panel_fills: float = 10.0  # requests, in numbers that the device holds
     repeats: int = 30  # timed calls of a kernel
 
 
@@ -149,7 +149,7 @@ QUICK = Extent(
     capacity_warm_seconds=20.0,
     capacity_seconds=60.0,
     resolution=1.2,
-    panel_requests=400,
+    panel_fills=4.0,
     repeats=5,
 )
 Figure = Callable[[Extent], Iterator[Row]]

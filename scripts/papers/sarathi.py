@@ -290,18 +290,18 @@ def iterations(extent: Extent) -> Iterator[Row]:
         Spread((max(one / other for one, other in zip(cut, full, strict=True)),)),
         "a piece adds only the rest of the token budget",
     )
-    for piece, claim in ((512, more()), (1024, more()), (2048, about(1.0, neutral=None))):
+    for length, claim in ((512, more()), (1024, more()), (2048, about(1.0, neutral=None))):
         overheads = [
             sum(
-                seconds((start, min(start + piece, prompt)), of=YI.cost)
-                for start in range(0, prompt, piece)
+                seconds((start, min(start + length, prompt)), of=YI.cost)
+                for start in range(0, prompt, length)
             )
             / seconds((0, prompt), of=YI.cost)
             for prompt in (2048, 4096, 8192, 16_384)
         ]
         yield _row(
             "figure 11",
-            f"yi-34b: longest time of a prompt in pieces of {piece:,} tokens, relative to one piece",
+            f"yi-34b: longest time of a prompt in pieces of {length:,} tokens, relative to one piece",
             claim,
             Spread((max(overheads),)),
             "each piece waits for weights, reads the KV before it and pays for its collectives; the text has "

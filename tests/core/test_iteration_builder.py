@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pensieve.core.cost import Work, work_of
@@ -47,7 +49,7 @@ def test_a_piece_of_a_prompt_is_cut_so_that_the_iteration_has_whole_tiles() -> N
 
 def test_whole_tiles_do_not_pay_while_an_iteration_mostly_waits() -> None:
     """An iteration takes 10 seconds whatever it computes."""
-    slow = {"iteration_seconds": 10.0, "token_seconds": 0.001}
+    slow: dict[str, Any] = {"iteration_seconds": 10.0, "token_seconds": 0.001}
     world = Stage(400, 0, batch_tokens_max=100, tile_tokens=32, **slow)
     world.ask("reader", 150, 4)
     assert sum(piece.num_tokens for piece in world.next().slices) == 100
