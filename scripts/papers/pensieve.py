@@ -5,6 +5,7 @@ compared with itself under options that `pensieve simulate` also has:
 
     Pensieve      the daemon's scheduler, policy `value`
     GPU cache     no host tier
+    stateless     each turn computes its history again, in the same batches
     vLLM-like     stateless, whole prompts in separate passes
 
 Figure 3.17 is not simulated: the CPU's attention kernel runs on this machine.
@@ -107,6 +108,14 @@ def gains(gain: Gain, extent: Extent) -> Iterator[Row]:
             "{:.0f} %",
         )
     if gain.figure == "3.12b":
+        stateless = search.throughputs(search.scenario(model, stateless=True), 0.7)
+        yield _row(
+            gain.figure,
+            f"{model}: throughput over the same engine, but stateless",
+            None,
+            ratio(found["Pensieve"], stateless),
+            "only the cache differs; the paper has no such system",
+        )
         yield from _reactions(search, gain, found["vLLM-like"])
         yield from _phases(search, gain)
 

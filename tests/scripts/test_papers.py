@@ -202,7 +202,7 @@ def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
         name: served("documents", 0.35, **options)
         for name, options in {
             **sarathi.SCHEDULERS,
-            "prefill first": {"token_budget": sarathi.WHOLE, "phases": "separate"},
+            "prefill first": sarathi.PREFILL_FIRST,
         }.items()
     }
     ours, first = found["combined"], found["prefill first"]
