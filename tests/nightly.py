@@ -170,6 +170,19 @@ def real_model(night: Night, log: Path, outcome: Outcome) -> None:
         outcome.failures.append(f"it ended with {status}: see the log")
 
 
+def papers(night: Night, log: Path, outcome: Outcome) -> None:
+    """Compute all tables and figures of the papers, and count their verdicts."""
+    results = log.with_suffix(".json")
+    words = () if night.share >= 1 else ("--quick",)
+    command = [sys.executable, "-m", "scripts.papers", "all", "--json", str(results), *words]
+    status = run(command, log)
+    with contextlib.suppress(FileNotFoundError):
+        for row in json.loads(results.read_text(encoding="utf-8")):
+            outcome.counts[row["verdict"]] = outcome.counts.get(row["verdict"], 0) + 1
+    if status:
+        outcome.failures.append(f"it ended with {status}: see the log")
+
+
 def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
     """Run storms of three minutes on clusters: half with a short lease, half on PostgreSQL."""
     number, folder = night.amount(8), log.with_suffix("")
@@ -229,6 +242,7 @@ PARTS: Mapping[str, Part] = {
     "newcomer": newcomer,
     "clients": clients,
     "real-model": real_model,
+    "papers": papers,
 }
 
 

@@ -61,7 +61,7 @@ EXPENSIVE = (
     "tests/sim/",  # crowds in the simulator
     "tests/cli/test_simulate.py",
     "tests/cli/test_simulate_journal.py",
-    "tests/scripts/test_paper_figures.py",
+    "tests/scripts/test_papers.py",
     "tests/scripts/test_gpu_bench.py",
     "tests/scripts/test_machines.py",
     "tests/scripts/test_batch_sharing.py",

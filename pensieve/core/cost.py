@@ -19,6 +19,10 @@ reading the weights, and computing. Attention takes as long as the slower of rea
 
     seconds = max(reading weights, a · tokens) + max(b · keys, c · pairs) + overhead
 
+Two optional terms describe kernels more closely. Matrix kernels compute whole tiles, so `a · tokens` counts
+tokens in multiples of `tile_tokens`. The first tiles wait for weights, so the shorter of the two dense steps
+is not hidden completely: `unhidden_share` of its time is added.
+
 If points are known (`pensieve profile`), the dense part was measured at several token counts. The additional
 time of decodes (logits, sampling, text) was measured at several decode counts. Both are linear between the
 points. Attention first reads and then computes, so the times of keys and pairs are added:
@@ -178,6 +182,8 @@ class IterationCost:
     attention_seconds_per_pair: float  # time to compute a pair
     attention_seconds_per_key: float  # time to read the KV of a key once
     overhead_seconds: float
+    tile_tokens: int = field(default=1, kw_only=True)  # tokens of a tile of the matrix kernels
+    unhidden_share: float = field(default=0.0, kw_only=True)  # see the module's docstring
     dense_points: Points = field(default=(), kw_only=True)  # by number of tokens; (): use the rates
     decode_points: Points = field(default=(), kw_only=True)  # by number of decodes, starting at 0
 
@@ -201,8 +207,14 @@ class IterationCost:
         if self.dense_points:
             dense = between(self.dense_points, tokens) + between(self.decode_points, decodes)
             return dense + attention + self.overhead_seconds
-        dense = max(self.dense_seconds_min, self.dense_seconds_per_token * tokens)
-        return dense + attention + self.overhead_seconds
+        return self.dense_seconds(tokens) + attention + self.overhead_seconds
+
+    def dense_seconds(self, tokens: int) -> float:
+        """Predict the dense part of a pass from the rates."""
+        if tokens > self.tile_tokens:  # smaller products have kernels with smaller tiles
+            tokens = -(-tokens // self.tile_tokens) * self.tile_tokens
+        reading, computing = self.dense_seconds_min, self.dense_seconds_per_token * tokens
+        return max(reading, computing) + self.unhidden_share * min(reading, computing)
 
     def attention_seconds(self, pairs: int, keys: int) -> float:
         reading = self.attention_seconds_per_key * keys

@@ -43,6 +43,9 @@ TOKENS_MIN tokens (iteration_builder.py). The oldest prefill therefore takes at 
 long as it would take alone. If there is room for only one tile (TOKENS_MIN tokens), the oldest prefill gets
 the tile in every TILE_EVERY-th iteration.
 
+With `first_come`, prompts of a level go in the order of arrival instead, as in algorithm 3 of Sarathi-Serve.
+There is one line for each priority, nothing is held back, and a message may wait for a long document.
+
 While prefills of its share are running, a waiting turn is admitted only if it goes before all of them.
 Otherwise it would take pages and get no tokens.
 """
@@ -117,9 +120,10 @@ class Share:
 class FairQueue:
     """The turns that wait for their first iteration. Remembers every share that ever had a turn."""
 
-    def __init__(self, short_tokens_max: int) -> None:
+    def __init__(self, short_tokens_max: int, first_come: bool = False) -> None:
         """`short_tokens_max`: the most new tokens of a short prompt."""
         self._short_tokens_max = short_tokens_max
+        self._first_come = first_come
         self._shares: dict[str, Share] = {}
         self._with_turns: dict[str, Share] = {}  # by name
         self._latest: dict[
@@ -225,7 +229,19 @@ class FairQueue:
 
     def line_of(self, turn: Turn) -> Line:
         """Return the line of its share in which a turn waits."""
-        return turn.options.priority, turn.num_new_tokens <= self._short_tokens_max
+        is_short = self._first_come or turn.num_new_tokens <= self._short_tokens_max
+        return turn.options.priority, is_short
+
+    # -- prefills of one share --
+
+    def prefill_order(self, turn: Turn) -> tuple[int, int, int]:
+        """Sort key of prefills: the lowest key goes first."""
+        return -turn.level, 0 if self._first_come else turn.num_missing, turn.arrival
+
+    def precedes_prefills(self, turn: Turn, started: Iterable[Turn]) -> bool:
+        """Whether a turn goes before all begun prefills of its share."""
+        own, same = self.prefill_order(turn), turn.share
+        return all(own < self.prefill_order(each) for each in started if each.share == same)
 
     def check(self, num_all: int) -> None:
         """Check the invariants; `num_all` is the number of turns that have not ended."""
@@ -260,23 +276,9 @@ class FairQueue:
         return min(others, default=latest.used if latest is not None else 0.0)
 
 
-# -- prefills of one share --
-
-
-def prefill_order(turn: Turn) -> tuple[int, int, int]:
-    """Sort key of prefills: the lowest key goes first."""
-    return -turn.level, turn.num_missing, turn.arrival
-
-
 def resume_order(turn: Turn) -> tuple[int, int, int]:
     """Sort key of a share's suspended turns: the lowest key resumes first."""
     return -turn.level, int(turn.moved_back), turn.arrival
-
-
-def precedes_prefills(turn: Turn, started: Iterable[Turn]) -> bool:
-    """Whether a turn goes before all begun prefills of its share."""
-    own = prefill_order(turn)
-    return all(own < prefill_order(each) for each in started if each.share == turn.share)
 
 
 def oldest_prefill(turn: Turn, started: Iterable[Turn]) -> Turn | None:

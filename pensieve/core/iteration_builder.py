@@ -7,8 +7,9 @@ the first planned turn computes the chunk and the others use it.
 
 If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit after its context, but
 at least TOKENS_MIN. Another prompt may join as long as TOKENS_MIN tokens without a context would fit. The
-first prompt may always join. If a turn goes before an older prefill, HELD_BACK of the room for prompts, and
-at least TOKENS_MIN tokens, are left for the older prefill (fair_queue.py).
+first prompt may always join. If the tiles of the matrix kernels are known (cost.py), a piece is shortened so
+that the iteration has whole tiles. If a turn goes before an older prefill, HELD_BACK of the room for prompts,
+and at least TOKENS_MIN tokens, are left for the older prefill (fair_queue.py).
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class IterationBuilder:
             last.host_filled += 1
             self.streamed[turn.attempt_id] = turn
             self.num_staged += len(chunks)
-        elif last.filled == self._size - 1:
+        elif last.filled == self._size - 1:  # a full chunk may be copied out
             self.filled_before[last] = last.filled
         last.filled += 1
         if last.filled == self._size:
@@ -175,6 +176,21 @@ class IterationBuilder:
         seconds = self.seconds_max - self.seconds_added - seconds_held
         return self._cost.tokens_within(seconds, start, left, TOKENS_MIN)
 
+    def _in_whole_tiles(self, num_tokens: int, num_missing: int) -> int:
+        """Shorten a piece of a prompt so that the iteration has whole tiles, if that pays.
+
+        It pays if the iteration then computes more tokens per second. The last piece of a prompt is not cut.
+        """
+        total = self.num_tokens + num_tokens
+        over = total % self._cost.tile_tokens
+        if not over or num_tokens >= num_missing or num_tokens - over < TOKENS_MIN:
+            return num_tokens
+        cut, whole = (
+            self._cost.pass_seconds(each, self._pairs, self._keys) / each
+            for each in (total, total - over)
+        )
+        return num_tokens - over if whole < cut else num_tokens
+
     def _held(self, turn: Turn) -> tuple[int, float]:
         """Return the tokens and seconds of this iteration that are held back for a turn."""
         start, end = turn.frontier, len(turn.tokens) + turn.pending_tokens
@@ -211,7 +227,8 @@ class IterationBuilder:
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)
-        allowed = left = min(self.num_tokens_left, max(within, TOKENS_MIN))
+        most = min(self.num_tokens_left, max(within, TOKENS_MIN))
+        allowed = left = self._in_whole_tiles(most, turn.num_missing)
         start = None  # start of the current run of missing positions
         while position < end and left:
             chunk = turn.chunks[position // size]

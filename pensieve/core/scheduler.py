@@ -60,8 +60,6 @@ from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import (
     FairQueue,
     oldest_prefill,
-    precedes_prefills,
-    prefill_order,
     resume_order,
 )
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
@@ -86,7 +84,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.running: dict[int, Turn] = {}
         self.suspended: deque[Turn] = deque()
-        self.queued = FairQueue(config.batch_tokens_max)
+        self.queued = FairQueue(config.batch_tokens_max, config.first_come)
         self._turns: dict[int, Turn] = {}  # turns that have not finished, or still hold pages
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
@@ -237,7 +235,7 @@ class Scheduler:
 
         def may_claim(turn: Turn) -> bool:
             is_claim = not (turn.warm or turn.is_background)
-            return is_claim and precedes_prefills(turn, started)
+            return is_claim and self.queued.precedes_prefills(turn, started)
 
         first = self.queued.next_turn(self.suspended, may_claim)
         for victim in self.preemption.victims(first, running):
@@ -319,10 +317,10 @@ class Scheduler:
         self, builder: IterationBuilder, started: list[Turn], blocked: BlockedTurns, now: float
     ) -> None:
         """Take tokens of prefills that have begun, and admit waiting turns."""
-        used = self.queued.used
+        used, order = self.queued.used, self.queued.prefill_order
         while builder.has_room():
             started = [each for each in started if self._has_place(each)]
-            first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
+            first = min(started, key=lambda each: (used(each), order(each)), default=None)
             turn = self._next_to_admit(started, builder, blocked)
             if first is not None and (turn is None or used(turn) > used(first)):
                 oldest = oldest_prefill(first, started)
@@ -360,7 +358,7 @@ class Scheduler:
         def may_run(turn: Turn) -> bool:
             return (
                 turn.is_background == background
-                and precedes_prefills(turn, started)
+                and self.queued.precedes_prefills(turn, started)
                 and builder.has_room(oldest_prefill(turn, started))
             )
 

@@ -27,6 +27,8 @@ class SchedulerConfig:
     copy_seconds: float = COPY_SECONDS  # to copy a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # added to an iteration by a group of streamed turns
     stages: int = 1  # pipeline stages, and iterations in flight (pipeline_stages.py)
+    # Among equals, prompts go in the order of arrival. False: the shortest prompt first; see fair_queue.py.
+    first_come: bool = False
 
     def __post_init__(self) -> None:
         if self.stream not in STREAM:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pensieve.core.cache import KVCache
-from pensieve.core.fair_queue import FairQueue, precedes_prefills
+from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
@@ -91,7 +91,7 @@ class Streaming:
 
         def may_stream(turn: Turn) -> bool:
             is_of_kind = turn.is_background == background and not turn.warm
-            return is_of_kind and precedes_prefills(turn, started)
+            return is_of_kind and queued.precedes_prefills(turn, started)
 
         pages_for, claimed = self._room_beside(running), self._reserve_pages
         chosen: list[Turn] = []

@@ -8,15 +8,19 @@ An iteration has a fixed overhead and these costs (core/cost.py defines keys and
 
 `pensieve profile` does not compute these costs, but measures the seconds at several token counts. It also
 measures the cost of recomputing a chunk (`chunk_costs`).
+A machine may also have matrix kernels with tiles (core/cost.py), and collectives: with n devices, each layer
+adds up its results twice, which takes `collective_seconds`, and 2 (n - 1) / n times the bytes of the results
+over the link between the devices. Without these values, communication takes no time.
 `EFFICIENCY` is the part of a data sheet's rates that real kernels reach. The time of a copy between the tiers
 is its bytes divided by the link's rate, and the two directions are independent. Several devices (tensor
-parallel) count as one larger and faster device: their communication takes no time here.
+parallel) count as one larger and faster device.
 
 Costs from data sheets are assumptions, and every report says so.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
 from pensieve.core.cost import CostProfile, IterationCost
@@ -74,6 +78,10 @@ class HardwarePreset:
     host_bytes: float  # for KV, per device
     overhead_seconds: float = 0.0005
     devices: int = 1
+    tile_tokens: int = 1
+    unhidden_share: float = 0.0
+    collective_seconds: float = 0.0
+    peer_bytes_per_second: float = math.inf
 
     @property
     def memory_bytes(self) -> float:
@@ -122,16 +130,21 @@ class CostModel(IterationCost):
     def of(cls, model: ModelPreset, hardware: HardwarePreset) -> CostModel:
         rate = hardware.operations_per_second * hardware.devices * EFFICIENCY
         bandwidth = hardware.bytes_per_second * hardware.devices * EFFICIENCY
+        num_collectives = 2 * model.layers if hardware.devices > 1 else 0
+        sent_bytes = 2 * model.heads * model.head_size * 2 * (1 - 1 / hardware.devices)
+        sending = num_collectives * sent_bytes / (hardware.peer_bytes_per_second * EFFICIENCY)
         return cls(
-            2 * model.parameters / rate,
+            2 * model.parameters / rate + sending,
             model.weight_bytes / bandwidth,
             4 * model.layers * model.heads * model.head_size / rate,
             model.kv_bytes_per_token / bandwidth,
-            hardware.overhead_seconds,
+            hardware.overhead_seconds + num_collectives * hardware.collective_seconds,
             model.layers,
             model.kv_bytes_per_token,
             hardware.link_bytes_per_second * hardware.devices,
             f"{model.name} on {hardware.devices} x {hardware.name}, data sheets x {EFFICIENCY:g}",
+            tile_tokens=hardware.tile_tokens,
+            unhidden_share=hardware.unhidden_share,
         )
 
     @property

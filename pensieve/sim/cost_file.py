@@ -119,6 +119,7 @@ def parsed(text: str) -> CostFile:
     points = {name: _points("cost", cost, name) if name in cost else () for name in POINTS}
     model = CostModel(
         **seconds,
+        tile_tokens=1,
         dense_points=points["dense_points"],
         decode_points=points["decode_points"],
         layers=int(counts["layers"]),

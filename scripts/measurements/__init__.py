@@ -13,7 +13,10 @@ files_entered  files of pensieve/ with functions that run during a plain turn
 Simulations of a machine from machine_options:
 
 machines    number of machines for a load, and their host memory (replica.py simulates one machine)
-servers     single requests, compared with the schedules of vLLM, Orca and FastServe (schedules.py)
 batch_simulation    a batch that shares prefixes
 batchllm    figures of the paper BatchLLM, beside the paper's numbers
+
+Used by scripts/paper:
+
+servers     single requests, with the schedules of vLLM, Orca and FastServe (schedules.py)
 """

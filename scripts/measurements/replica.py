@@ -127,6 +127,7 @@ class Replica:
     tbt_seconds: float = 0.0  # objective of the scheduler; 0: none
     phases: str = "unified"
     stages: int = 1  # pipeline stages; `cost` is the cost of one stage
+    first_come: bool = False  # prompts in the order of arrival
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(
@@ -139,6 +140,7 @@ class Replica:
                 tbt_seconds=self.tbt_seconds,
                 cost=self.cost.computing,
                 stages=self.stages,
+                first_come=self.first_come,
             ),
             keep_gaps=True,
             count_from=window.counted_from,

@@ -1,9 +1,9 @@
 """Simulate one load through the daemon's own engine, and through the schedules of other servers.
 
 The load is single requests that arrive at random (the first rounds of conversations), as in the evaluation of
-the paper FluidInfer (docs/performance.md). The same quantities are measured. The normalized latency is the
-mean over requests of the time from arrival to end, divided by the tokens of the reply. The latency bound is
-the longest time between two tokens of one reply. All requests are served to their end and counted.
+the paper FluidInfer (scripts/papers/fluidinfer.py). The same quantities are measured. The normalized latency
+is the mean over requests of the time from arrival to end, divided by the tokens of the reply. The latency
+bound is the longest time between two tokens of one reply. All requests are served to their end and counted.
 
     resident    the daemon's own scheduler, with all running turns on the device
     streamed    the same, but turns that do not fit on the device are streamed (core/streaming.py)
@@ -17,23 +17,20 @@ a conversation when its turn has ended, so it has no cache that the others lack.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import HABITS, drawn
-from scripts.measurements.machine_options import Progress, add_machine, machine_of
 from scripts.measurements.schedules import (
     FastServeSchedule,
     OrcaSchedule,
@@ -51,9 +48,7 @@ OURS = ("resident", "streamed")
 STAGING_SHARE = 0.1  # memory of the staging arenas, relative to the device tier
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
-FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # multiples of the rate that fills the memory
 LIMIT_FACTOR = 1.5  # multiple of the time of an iteration with all turns that fit on the device
-REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # default requests per run
 
 
 @dataclass(frozen=True)
@@ -79,14 +74,6 @@ class ServingSetting:
         return max(min(self.device_tokens // MEAN_CONTEXT, self.turns_max), 1)
 
     @property
-    def num_requests(self) -> int:
-        """Return the requests of a run: enough to fill the device several times, in acceptable time.
-
-        In a shorter run no queue can become long, and every rate seems to be carried.
-        """
-        return min(max(10 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
-
-    @property
     def limit_seconds(self) -> float:
         """Return a normalized latency at which the memory is full and few requests wait."""
         return LIMIT_FACTOR * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
@@ -96,10 +83,6 @@ class ServingSetting:
         """Return the rate in requests/s at which `turns_held` average requests run."""
         decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
         return 1 / (decodes / self.turns_held + self.cost.piece_seconds(0, PROMPT_TOKENS))
-
-    def rates(self) -> list[float]:
-        """Return rates around `rate_held`."""
-        return [float(f"{factor * self.rate_held:.2g}") for factor in FACTORS]
 
 
 def requests_of(rate: float, num_requests: int, seed: int) -> Iterator[Arrival]:
@@ -170,43 +153,6 @@ def sustained(points: Sequence[tuple[float, float]], limit: float) -> float:
     return math.inf
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/measure servers", description=__doc__)
-    add_machine(parser)
-    parser.add_argument("--rate", type=float, action="append", help="requests/s (default: several)")
-    parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--requests", type=int, help="per run")
-    parser.add_argument(
-        "--link", type=float, help="GB/s of all links between devices and host, in each direction"
-    )
-    arguments = parser.parse_args(given)
-    machine = machine_of(arguments)
-    cost = machine.cost
-    if arguments.link is not None:
-        cost = replace(cost, link_bytes_per_second=1e9 * arguments.link)
-    setting = ServingSetting(cost, machine.device_tokens, machine.host_tokens)
-    if setting.device_tokens < 2 * setting.context_max:
-        raise InvalidArgument("device-tokens", "schedules that reserve KV need two whole contexts")
-    rates = sorted(arguments.rate or setting.rates())
-    num_requests = arguments.requests or setting.num_requests
-    limit = 1000 * setting.limit_seconds
-    print(
-        f"{cost.source}; link {cost.link_bytes_per_second / 1e9:.0f} GB/s; {setting.device_tokens:,} tokens "
-        f"of KV on the device; {num_requests:,} requests per run; alone, a request takes "
-        f"{1000 * setting.unloaded_seconds:.1f} ms/token; the device holds {setting.turns_held} at once"
-    )
-    rows: dict[tuple[str, float], list[Figures]] = {}  # by seed
-    progress = Progress()
-    for rate in rates:
-        for system in SYSTEMS:
-            progress(f"{rate:g} requests/s, {system}")
-            rows[system, rate] = [
-                figures_of(counts_of(system, setting, requests_of(rate, num_requests, seed)))
-                for seed in range(arguments.seeds)
-            ]
-    print("\n".join(tables(rows, limit)))
-
-
 class Figures(NamedTuple):
     normalized: float  # ms per token
     bound: float  # ms, the longest time between two tokens of a reply
@@ -221,34 +167,6 @@ def figures_of(counts: SimulationFigures) -> Figures:
     )
 
 
-def tables(rows: dict[tuple[str, float], list[Figures]], limit: float) -> Iterator[str]:
-    """Yield tables of the medians over the seeds, with the least and the most."""
-    systems, rates = (list(dict.fromkeys(each)) for each in zip(*rows, strict=True))
-    for index, title in enumerate(
-        ("normalized latency, ms/token", "latency bound, ms", "tokens/s")
-    ):
-        yield f"{title:<40}" + "".join(f"{system:>24}" for system in systems)
-        for rate in rates:
-            cells = (spread([each[index] for each in rows[system, rate]]) for system in systems)
-            yield f"{rate:>40g}" + "".join(f"{cell:>24}" for cell in cells)
-    carried = (
-        spread(
-            [
-                sustained([(rate, rows[system, rate][seed].normalized) for rate in rates], limit)
-                for seed in range(len(rows[system, rates[0]]))
-            ]
-        )
-        for system in systems
-    )
-    yield f"highest requests/s within {limit:.3g} ms/token".ljust(40) + "".join(
-        f"{cell:>24}" for cell in carried
-    )
-
-
 def spread(values: Sequence[float]) -> str:
     shown = [f"{each:.3g}" for each in (statistics.median(values), min(values), max(values))]
     return shown[0] if len(set(shown)) == 1 else "{} ({} to {})".format(*shown)
-
-
-if __name__ == "__main__":
-    main()

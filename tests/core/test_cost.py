@@ -25,6 +25,18 @@ def test_the_slower_of_reading_and_computing_counts_for_each_part() -> None:
     assert COST.iteration_seconds([(1000, 1100)]) == pytest.approx(0.1 + 0.10505 + 0.005)
 
 
+def test_more_tokens_than_a_tile_are_computed_in_whole_tiles() -> None:
+    tiles = IterationCost(0.001, 0.02, 0.0, 0.0, 0.0, tile_tokens=128)
+    found = [tiles.pass_seconds(tokens, 0, 0) for tokens in (1, 100, 128, 129, 256, 257)]
+    assert found == pytest.approx([0.02, 0.1, 0.128, 0.256, 0.256, 0.384])
+
+
+def test_a_part_of_the_shorter_dense_step_is_not_hidden() -> None:
+    cost = IterationCost(0.001, 0.02, 0.0, 0.0, 0.0, unhidden_share=0.5)
+    assert cost.pass_seconds(10, 0, 0) == pytest.approx(0.02 + 0.005)
+    assert cost.pass_seconds(100, 0, 0) == pytest.approx(0.1 + 0.01)
+
+
 def test_a_piece_adds_its_tokens_and_its_attention() -> None:
     assert COST.piece_seconds(0, 16) == pytest.approx(0.016 + 0.00016)  # reading keys takes longer
     assert COST.piece_seconds(1000, 1100) == pytest.approx(0.1 + 0.10505)

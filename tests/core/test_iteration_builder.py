@@ -1,6 +1,8 @@
-"""The predicted work of a builder equals the predicted work of its slices."""
+"""The predicted work of a builder equals that of its slices, and a piece may be cut to whole tiles."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,24 @@ def test_the_work_of_an_iteration_is_that_of_its_slices(monkeypatch: pytest.Monk
     assert seen[0] == Work(5, 11, 5, 1)
     assert Work(2, 7, 7, 2) in seen  # both turns generate
     assert any(work.tokens > 16 and work.decodes == 2 for work in seen)  # decodes and a piece
+
+
+def test_a_piece_of_a_prompt_is_cut_so_that_the_iteration_has_whole_tiles() -> None:
+    """Two turns generate and a prompt of 150 tokens follows; 100 tokens are allowed, and a tile has 32."""
+    world = Stage(400, 0, batch_tokens_max=100, token_seconds=0.001, tile_tokens=32)
+    world.ask("one", 4, 30)
+    world.ask("other", 1, 30)
+    world.next()
+    world.ask("reader", 150, 4)
+    seen = []
+    for _ in range(3):
+        seen.append(sum(piece.num_tokens for piece in world.next().slices))
+    assert seen == [96, 2 + 150 - 94, 3]
+
+
+def test_whole_tiles_do_not_pay_while_an_iteration_mostly_waits() -> None:
+    """An iteration takes 10 seconds whatever it computes."""
+    slow: dict[str, Any] = {"iteration_seconds": 10.0, "token_seconds": 0.001}
+    world = Stage(400, 0, batch_tokens_max=100, tile_tokens=32, **slow)
+    world.ask("reader", 150, 4)
+    assert sum(piece.num_tokens for piece in world.next().slices) == 100

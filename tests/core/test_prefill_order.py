@@ -41,6 +41,25 @@ def test_the_shortest_remaining_goes_first_and_the_first_that_came_goes_on() -> 
     assert short.usage.first_token_at == shorter.usage.first_token_at
 
 
+def test_first_come_first_served_computes_prompts_in_the_order_of_arrival() -> None:
+    stage = Stage(2000, 0, batch_tokens_max=BUDGET, turns_max=64, first_come=True)
+    stage.ask("long", 200, 2)
+    stage.next()
+    stage.ask("longer", 300, 2)
+    stage.ask("short", 30, 2)
+    seen = []
+    for _ in range(4):
+        stage.next()
+        seen.append(stage.slices())
+    assert seen == [
+        [("long", 128, 200), ("longer", 0, 56)],
+        [("long", 200, 201), ("longer", 56, 183)],
+        [("longer", 183, 300), ("short", 0, 11)],
+        [("longer", 300, 301), ("short", 11, 30)],
+    ]
+    stage.run_until_idle()
+
+
 def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
     """A prompt of 1,000 tokens ends in a bounded number of iterations, however many shorter ones come."""
     stage = stage_of_prompts()

@@ -181,6 +181,26 @@ def test_what_lies_on_the_device_alone_is_copied_out_first() -> None:
     world.run_until_idle()
 
 
+def test_a_chunk_is_not_copied_out_in_the_iteration_whose_decode_fills_it() -> None:
+    """`b` asks to stream, then gets the device after all. Its last chunk still waits to be copied out."""
+    world = stage(swap_out_below=0.0, swap_outs_max=1)
+    world.say("b", 9)
+    a = world.ask("a", 28, 5)
+    while len(a.chunks) < 8:
+        world.next()
+        world.land()
+    assert world.where("b") == "hdd"
+    world.ask("b", 1, 5)
+    assert len(world.next().swap_outs) == 1  # its second chunk; the third has to wait
+    world.cancel_at(a, 0)
+    world.next()
+    assert world.slices() == [("b", 9, 11)]
+    last = world.next()
+    assert world.slices() == [("b", 11, 12)]
+    assert not last.swap_outs
+    world.run_until_idle()
+
+
 def test_a_chunk_that_a_resident_turn_uses_is_in_both_tiers() -> None:
     world = stage()
     world.say("root", 17, 1)

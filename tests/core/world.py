@@ -80,6 +80,8 @@ class Shape:
     prompt_seconds_max: float = 0.0
     tbt_seconds: float = 0.0
     time_share: int = 0
+    first_come: bool = False
+    tile_tokens: int = 1
     key_seconds: float = 0.0  # time that each position adds that a slice reads
     foreseen: float = 1.0  # predicted time of an iteration, divided by the real time
     background: float = 0.0  # probability that a turn belongs to a batch job
@@ -192,9 +194,11 @@ class World:
                     0.0,
                     shape.foreseen * shape.key_seconds,
                     shape.foreseen * shape.iteration_seconds,
+                    tile_tokens=shape.tile_tokens,
                 ),
                 shape.time_share,
                 shape.stream,
+                first_come=shape.first_come,
             ),
         )
         self.executor = LedgerExecutor(

@@ -337,6 +337,7 @@ NOT_RUN = {
         "needs a package index; tests/launch/test_real_models.py has one of its own",
     ),
     "pensieve chat ./Llama-3.2-1B-Q4_K_M.gguf": "needs a large file; tests/gguf makes small ones",
+    "scripts/paper all --quick": "minutes; tests/scripts/test_papers.py computes shorter figures",
     "scripts/newcomer FOLDER": "the night does it (tests/nightly.py)",
     "scripts/newcomer FOLDER --quick": "tests/test_newcomer.py does it",
     **dict.fromkeys(

@@ -6,11 +6,8 @@ the P90 may cross the limit several times. The result of a usual search then dep
 search does not:
 
 1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds.
-2. The grid is scanned from `CONFIRMING` consecutive rates within the limit to `CONFIRMING` consecutive rates
-   beyond it.
+2. The grid is scanned from `confirming` consecutive rates within the limit to as many beyond it.
 3. The result is the first upward crossing. Its interval is halved a few times and then interpolated.
-4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` has the rates around
-   the highest of them, so that a report can mention several crossings.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 GRID_RATIO = 1.25
-CONFIRMING = 3
 BEGIN = 0.7  # the first scanned rate, divided by the guess
 SCANNED_MAX = 40  # rates of the grid
 
@@ -34,9 +30,6 @@ class Crossing(NamedTuple):
     rate: float  # conversations per second
     tokens_per_second: float
     row: Row  # the figures at the highest rate before the crossing
-    bracket: tuple[float, float]  # the grid rates around the crossing
-    last_bracket: tuple[float, float]  # the grid rates around the highest upward crossing
-    num_upward: int  # upward crossings among the scanned rates
     reached: bool  # False: the limit is beyond the scanned rates, and this is the nearest of them
 
 
@@ -45,6 +38,7 @@ def first_crossing(
     limit_ms: float,
     guess: float,
     halvings: int = 2,
+    confirming: int = 3,
     scanned_max: int = SCANNED_MAX,
 ) -> Crossing:
     """Return the first crossing. `guess` sets where the scan begins and hardly affects the result."""
@@ -56,13 +50,12 @@ def first_crossing(
         found = rows[rate]["normalized_p90"]
         return math.inf if found is None else float(found)
 
-    grid = _scan(lambda rate: p90(rate) <= limit_ms, guess, scanned_max)
+    grid = _scan(lambda rate: p90(rate) <= limit_ms, guess, confirming, scanned_max)
     upward = [(low, high) for low, high in pairwise(grid) if p90(low) <= limit_ms < p90(high)]
     if not upward:
         nearest = grid[-1] if p90(grid[-1]) <= limit_ms else grid[0]
         row = rows[nearest]
-        tokens = row["tokens_per_second"] or 0.0
-        return Crossing(nearest, tokens, row, (nearest,) * 2, (nearest,) * 2, 0, False)
+        return Crossing(nearest, row["tokens_per_second"] or 0.0, row, False)
     low, high = upward[0]
     for _ in range(halvings):
         middle = math.sqrt(low * high)
@@ -75,26 +68,20 @@ def first_crossing(
         first, last = rows[low][key] or 0.0, rows[high][key] or 0.0
         return float(first + share * (last - first))
 
-    return Crossing(
-        between("rate"),
-        between("tokens_per_second"),
-        rows[low],
-        upward[0],
-        upward[-1],
-        len(upward),
-        True,
-    )
+    return Crossing(between("rate"), between("tokens_per_second"), rows[low], True)
 
 
-def _scan(within: Callable[[float], bool], guess: float, scanned_max: int) -> list[float]:
+def _scan(
+    within: Callable[[float], bool], guess: float, confirming: int, scanned_max: int
+) -> list[float]:
     """Return the grid rates that were tried, in order."""
     least = most = math.floor(math.log(BEGIN * guess) / math.log(GRID_RATIO))
     below: list[bool] = [within(GRID_RATIO**least)]
     while len(below) < scanned_max:
-        if not all(below[:CONFIRMING]) or (all(below) and len(below) < CONFIRMING):
+        if not all(below[:confirming]) or (all(below) and len(below) < confirming):
             least -= 1
             below.insert(0, within(GRID_RATIO**least))
-        elif any(below[-CONFIRMING:]):
+        elif any(below[-confirming:]):
             most += 1
             below.append(within(GRID_RATIO**most))
         else:

@@ -27,21 +27,17 @@ from itertools import islice, tee
 
 from pensieve.bench.capacity_search import Row
 from pensieve.core.iteration import Slice
-from pensieve.sim.cost import CostModel
+from pensieve.sim.cost import CostModel, ModelPreset
 from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
 from scripts.measurements.replica import Admitted, Replica, Window, row_of
 
 
-def stage_of(cost: CostModel, num_stages: int) -> CostModel:
-    """Return the cost of one stage; `cost` is what the devices of one stage would need for all layers."""
+def stage_of(model: ModelPreset, num_stages: int) -> ModelPreset:
+    """Return the part of a model in one stage."""
     return replace(
-        cost,
-        dense_seconds_per_token=cost.dense_seconds_per_token / num_stages,
-        dense_seconds_min=cost.dense_seconds_min / num_stages,
-        attention_seconds_per_pair=cost.attention_seconds_per_pair / num_stages,
-        attention_seconds_per_key=cost.attention_seconds_per_key / num_stages,
+        model, parameters=model.parameters / num_stages, layers=model.layers // num_stages
     )
 
 

@@ -1,0 +1,330 @@
+"""Tables 1 and 2 and figures 6 to 8 of the Baton paper: the time to answer queries that arrive together.
+
+All systems but ours have padded slots, as in Hugging Face's transformers: the tensors of a step are as wide
+as the widest slot, and a slot computes something in every step, even if its query has ended.
+
+    Benchmark   a batch of queries, padded to the longest prompt, runs until its longest reply has ended
+    PD          like Benchmark; prompts are computed ahead, in groups of similar length
+    Baton       an ended query's slot gets the next query. Its prompt is computed in one step, in which every
+                other slot computes as many tokens of padding. The padding stays in the KV of the other slots
+    Baton-PD    like Baton; the prompts are computed ahead, so inserting a query takes no step. The KV of all
+                slots is padded to the widest
+    ours        our scheduler with the same number of turns: no padding
+
+The model is Llama-2-7B on an RTX A6000 (table 1) or an RTX 4090 (table 2). A step of transformers takes
+`STEP_SECONDS` longer than our cost model: chosen so that Benchmark takes the paper's time in table 2 with
+batches of 2. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to
+400", and 24 to 200 for the second set. A word has 1.3 tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pensieve.sim.cost import CostModel, HardwarePreset, ModelPreset, device_tokens_of
+from pensieve.sim.trace import Arrival
+from scripts.measurements.replica import Replica, Window
+from scripts.papers.rows import Extent, Figure, Row, Spread, about, less, more, ratio
+
+MODEL = ModelPreset("llama2-7b", 6.74e9, 32, 32, 32, 128)
+STEP_SECONDS = 0.03
+A6000 = HardwarePreset("a6000", 155e12, 768e9, 25e9, 48e9, 100e9)
+RTX_4090 = HardwarePreset("rtx-4090", 165e12, 1008e9, 25e9, 24e9, 100e9)
+TOKENS_PER_WORD = 1.3
+BUDGET = 2048
+SYSTEMS = {  # whether slots are refilled, and whether prompts are computed ahead
+    "Benchmark": (False, False),
+    "PD": (False, True),
+    "Baton": (True, False),
+    "Baton-PD": (True, True),
+}
+TABLE_1 = {4: (21_901, 21_781, 20_549, 11_771), 8: (6_619, 6_577, 3_424, 2_654)}  # of SYSTEMS
+REASONS = {
+    "Benchmark": "every slot is busy until the longest reply of its batch has ended",
+    "PD": "prompts take little of the time, so computing them ahead saves little",
+    "Baton": "as described, the padding of each inserted prompt stays in the KV of slots with long replies",
+    "Baton-PD": "an inserted query brings its KV along, and slots are as wide as the longest query",
+}
+TABLE_2 = {
+    2: (161.77, 83.43),
+    4: (92.68, 49.61),
+    6: (61.70, 37.25),
+    8: (50.07, 31.08),
+    10: (40.45, 30.99),
+}
+
+
+class Query(NamedTuple):
+    input_tokens: int
+    output_tokens: int
+
+
+def first_set(seed: int, times: int, count: int = 120) -> list[Query]:
+    """Draw queries: a quarter have long prompts, another quarter long replies. `times` multiplies lengths."""
+    drawn = random.Random(seed)
+
+    def length(is_long: bool) -> int:
+        words = drawn.randint(3000, 5000) if is_long else drawn.randint(24, 400)
+        return int(words * TOKENS_PER_WORD * times)
+
+    kinds = [(True, False), (False, True), (False, False), (False, False)] * (count // 4)
+    drawn.shuffle(kinds)
+    return [Query(length(long_in), length(long_out)) for long_in, long_out in kinds]
+
+
+def second_set(seed: int, count: int = 30) -> list[Query]:
+    drawn = random.Random(seed)
+
+    def length() -> int:
+        return int(drawn.randint(24, 200) * TOKENS_PER_WORD)
+
+    return [Query(length(), length()) for _ in range(count)]
+
+
+class Moment(NamedTuple):
+    """The state after a step."""
+
+    at: float
+    num_ended: int  # queries
+    num_tokens: int  # tokens of replies
+    kv_tokens: int  # columns of KV in all slots, padding included
+
+
+@dataclass
+class _Slot:
+    begin: int  # the first column of its query
+    left: int  # tokens of its reply that are left
+
+
+@dataclass
+class PaddedSlots:
+    """Slots with tensors of one width. Columns that no query needs any more are cut off at the front."""
+
+    cost: CostModel
+    num_slots: int
+    refills: bool
+    ahead: bool
+    moments: list[Moment] = field(default_factory=lambda: [Moment(0.0, 0, 0, 0)])
+
+    def run(self, queries: Sequence[Query]) -> list[Moment]:
+        waiting, slots, end = deque(queries), list[_Slot](), 0
+        if self.ahead:
+            self._compute_ahead(queries)
+        while waiting or any(slot.left for slot in slots):
+            running = [slot for slot in slots if slot.left]
+            if waiting and (len(running) < self.num_slots if self.refills else not running):
+                slots = running
+                new = [
+                    waiting.popleft() for _ in range(min(self.num_slots - len(slots), len(waiting)))
+                ]
+                end = self._insert(new, slots, end)
+                continue
+            end += 1
+            self._step(1, slots, end)
+        return self.moments
+
+    def _compute_ahead(self, queries: Sequence[Query]) -> None:
+        """Compute prompts in groups of similar length."""
+        lengths = sorted(each.input_tokens for each in queries)
+        for first in range(0, len(lengths), self.num_slots):
+            group = lengths[first : first + self.num_slots]
+            self._take([(0, group[-1])] * len(group), [], 0)
+
+    def _insert(self, new: Sequence[Query], slots: list[_Slot], end: int) -> int:
+        """Add queries to the slots; return the last column."""
+        longest = max(each.input_tokens for each in new)
+        if self.ahead:
+            begin = min((slot.begin for slot in slots), default=end)
+            end = max(end, begin + longest)
+            slots += [_Slot(end - each.input_tokens, each.output_tokens) for each in new]
+            return end
+        num_old = len(slots)
+        end = end + longest
+        slots += [_Slot(end - each.input_tokens, each.output_tokens) for each in new]
+        self._step(longest, slots, end, num_old)
+        return end
+
+    def _step(self, tokens: int, slots: Sequence[_Slot], end: int, num_old: int = 0) -> None:
+        """Run a step with `tokens` columns in every slot; the first `num_old` slots compute only padding."""
+        first = min((slot.begin for slot in slots if slot.left), default=end)
+        self._take([(end - tokens - first, end - first)] * len(slots), slots[num_old:], end - first)
+
+    def _take(self, spans: Sequence[tuple[int, int]], slots: Sequence[_Slot], width: int) -> None:
+        at, num_ended, num_tokens, _ = self.moments[-1]
+        for slot in slots:
+            if slot.left:
+                slot.left -= 1
+                num_tokens += 1
+                num_ended += not slot.left
+        at += self.cost.iteration_seconds(spans)
+        self.moments.append(Moment(at, num_ended, num_tokens, width * len(spans)))
+
+
+def ours(cost: CostModel, tokens: int, queries: Sequence[Query], num_turns: int) -> float:
+    """Return the seconds until the last reply has ended with the daemon's scheduler."""
+    replica = Replica(cost, tokens, 0, "lru", BUDGET, num_turns)
+    counts = replica.simulator(Window(0.0, 0.0, float("inf"))).run(
+        Arrival(f"q{index}", 0.0, *each) for index, each in enumerate(queries)
+    )
+    assert counts.turns == len(queries), f"{len(queries) - counts.turns} queries have no reply"
+    return counts.seconds
+
+
+def _row(where: str, *rest: Any, **named: Any) -> Row:
+    return Row(f"Baton, {where}", *rest, **named)
+
+
+def _runs(
+    hardware: HardwarePreset, batch: int, drawn: Sequence[Sequence[Query]], names: Sequence[str]
+) -> dict[str, list[list[Moment]]]:
+    """Return the moments of each system and seed."""
+    cost = CostModel.of(MODEL, replace(hardware, overhead_seconds=STEP_SECONDS))
+    return {
+        name: [PaddedSlots(cost, batch, *SYSTEMS[name]).run(queries) for queries in drawn]
+        for name in names
+    }
+
+
+def table_1(extent: Extent) -> Iterator[Row]:
+    for batch, published in TABLE_1.items():
+        drawn = [first_set(seed, 2 if batch == 4 else 1) for seed in range(extent.seeds)]
+        runs = _runs(A6000, batch, drawn, list(SYSTEMS))
+        seconds = {name: [each[-1].at for each in found] for name, found in runs.items()}
+        papers = dict(zip(SYSTEMS, published, strict=True))
+        for name, paper in papers.items():
+            yield _row(
+                "table 1",
+                f"batches of {batch}: time of {name}",
+                about(paper, neutral=None),
+                Spread(tuple(seconds[name])),
+                REASONS[name],
+                "{:,.0f} s",
+            )
+        for name in ("PD", "Baton", "Baton-PD"):
+            yield _row(
+                "table 1",
+                f"batches of {batch}: speed of {name} over Benchmark",
+                about(papers["Benchmark"] / papers[name]),
+                ratio(seconds["Benchmark"], seconds[name]),
+                f"{REASONS[name]}; largest KV {_kv_gigabytes(runs[name][0]):.0f} GB",
+            )
+        tokens = device_tokens_of(MODEL, A6000)
+        cost = CostModel.of(MODEL, A6000)
+        yield _row(
+            "table 1",
+            f"batches of {batch}: speed of our scheduler over Benchmark, with the steps of Benchmark",
+            None,
+            ratio(
+                seconds["Benchmark"],
+                [
+                    ours(replace(cost, overhead_seconds=STEP_SECONDS), tokens, queries, batch)
+                    for queries in drawn
+                ],
+            ),
+            "no padding, and prompts in pieces beside the replies",
+        )
+
+
+def _kv_gigabytes(moments: Sequence[Moment]) -> float:
+    return max(each.kv_tokens for each in moments) * MODEL.kv_bytes_per_token / 1e9
+
+
+def table_2(extent: Extent) -> Iterator[Row]:
+    drawn = [
+        second_set(seed) for seed in range(10 * extent.seeds)
+    ]  # 30 queries differ much by seed
+    for batch, published in TABLE_2.items():
+        runs = _runs(RTX_4090, batch, drawn, ("Benchmark", "Baton-PD"))
+        seconds = {name: [each[-1].at for each in found] for name, found in runs.items()}
+        base = statistics.median(seconds["Benchmark"])
+        fits = "this time sets the overhead of a step" if batch == 2 else "Benchmark's own time"
+        yield _row(
+            "table 2",
+            f"batches of {batch}: time of Benchmark",
+            None if batch == 2 else about(published[0], neutral=None),
+            Spread(tuple(seconds["Benchmark"])),
+            fits,
+            "{:.0f} s",
+        )
+        yield _row(
+            "table 2",
+            f"batches of {batch}: speed of Baton over Benchmark",
+            about(published[0] / published[1]),
+            ratio(seconds["Benchmark"], seconds["Baton-PD"]),
+            f"Benchmark waits for the longest reply of each batch; its median is {base:.0f} s",
+        )
+        yield from _over_time(batch, runs)
+
+
+def _over_time(batch: int, runs: dict[str, list[list[Moment]]]) -> Iterator[Row]:
+    """Figures 6 to 8: ended queries, tokens and KV over time."""
+
+    def of_each(name: str, of: Any) -> list[float]:
+        return [of(moments) for moments in runs[name]]
+
+    def compared(of: Any) -> Spread:
+        medians = (statistics.median(of_each(name, of)) for name in ("Baton-PD", "Benchmark"))
+        return ratio(*([each] for each in medians))
+
+    yield _row(
+        "figure 6",
+        f"batches of {batch}: longest time without an ended query, Baton over Benchmark",
+        less(),
+        compared(lambda moments: _longest_pause(moments)),
+        "with Benchmark, the longest replies of a batch end last and hold up the next batch",
+    )
+    yield _row(
+        "figure 7",
+        f"batches of {batch}: variation of the tokens per second, Baton over Benchmark",
+        less(),
+        compared(lambda moments: _variation(moments)),
+        "with Benchmark, the rate falls in each batch as replies end; the end of the run, without queries to "
+        "refill slots, is left out",
+    )
+    yield _row(
+        "figure 8",
+        f"batches of {batch}: largest KV, Baton over Benchmark",
+        about(1.0, neutral=None),
+        compared(lambda moments: max(each.kv_tokens for each in moments)),
+        "both have as many slots, and padding keeps a slot as wide as the widest",
+    )
+    yield _row(
+        "figure 8",
+        f"batches of {batch}: mean share of the largest KV, Baton over Benchmark",
+        more(),
+        compared(lambda moments: _filled(moments)),
+        "Benchmark frees all KV after each batch: a sawtooth",
+    )
+
+
+def _body(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the moments before the last slots run empty: while at most 70 % of the queries have ended."""
+    last = moments[-1].num_ended
+    return [each for each in moments if each.num_ended <= 0.7 * last]
+
+
+def _longest_pause(moments: Sequence[Moment]) -> float:
+    ends = [moments[0].at] + [b.at for a, b in pairwise(moments) if b.num_ended > a.num_ended]
+    return max(b - a for a, b in pairwise(ends))
+
+
+def _variation(moments: Sequence[Moment]) -> float:
+    """Return the deviation of the token rate over its mean, in windows of 20 steps."""
+    body = _body(moments)[::20]
+    rates = [(b.num_tokens - a.num_tokens) / (b.at - a.at) for a, b in pairwise(body)]
+    return statistics.pstdev(rates) / statistics.mean(rates)
+
+
+def _filled(moments: Sequence[Moment]) -> float:
+    body = _body(moments)
+    weighted = sum(b.kv_tokens * (b.at - a.at) for a, b in pairwise(body))
+    return weighted / (body[-1].at * max(each.kv_tokens for each in moments))
+
+
+FIGURES: dict[str, Figure] = {"baton-table-1": table_1, "baton-table-2-and-6-to-8": table_2}
