@@ -58,7 +58,7 @@ from scripts.measurements.machine_options import Progress, add_machine, machine_
 from scripts.measurements.servers import spread
 
 VOCABULARY = 32_000
-APART = 400.0  # requests
+APART = 575.0  # requests
 TOKEN_BUDGET = 2048
 TURNS_MAX = 256  # vLLM's default
 TURNS_BY_MEMORY = 1536  # the daemon's maximum for this token budget; memory is the limit
