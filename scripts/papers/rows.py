@@ -133,6 +133,7 @@ class Extent:
     # Capacities (Sarathi-Serve).
     capacity_warm_seconds: float = 30.0
     capacity_seconds: float = 150.0
+    capacity_requests: float = 100.0  # at least, at the rate where a search begins
     resolution: float = 1.1  # ratio of rates at which the search ends
     requests: int = 128  # table 4
     # Panels of FluidInfer.
@@ -148,6 +149,7 @@ QUICK = Extent(
     halvings=0,
     capacity_warm_seconds=20.0,
     capacity_seconds=60.0,
+    capacity_requests=40.0,
     resolution=1.2,
     panel_fills=4.0,
     repeats=5,

@@ -59,7 +59,7 @@ ACTIVATIONS = (
 WHOLE = 1 << 20  # tokens: prompts are not cut
 
 KERNELS: dict[str, Any] = {"tile_tokens": 128, "unhidden_share": 0.7, "collective_seconds": 20e-6}
-NVLINK, PCIE = 300e9, 25e9  # the GPUs have NVLink in pairs, and PCIe between pairs
+NVLINK, PCIE = 300e9, 32e9  # the GPUs have NVLink in pairs, and PCIe between pairs
 A100 = replace(HARDWARE["a100-80gb"], **KERNELS)
 A100_PAIR = replace(A100, devices=2, peer_bytes_per_second=NVLINK)
 A100_FOUR = replace(A100, devices=4, peer_bytes_per_second=PCIE)
@@ -160,7 +160,12 @@ def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
             limit = times * machine.decode_seconds
             rates = {}
             for system, pipeline in machine.systems(workload, objective).items():
-                rates[system] = _rates(pipeline, workload, limit, guesses[system], extent)
+                # A slow machine needs a longer window for as many requests.
+                seconds = max(extent.capacity_seconds, extent.capacity_requests / machine.guess)
+                window = Window(
+                    0.0, extent.capacity_warm_seconds, extent.capacity_warm_seconds + seconds
+                )
+                rates[system] = _rates(pipeline, workload, limit, guesses[system], extent, window)
                 guesses[system] = max(rates[system][0], RATE_LEAST)
             best.append(ratio(rates[SARATHI], rates[VLLM]).values)
             shown = ", ".join(
@@ -188,15 +193,10 @@ def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
 
 
 def _rates(
-    pipeline: Pipeline, workload: str, limit: float, guess: float, extent: Extent
+    pipeline: Pipeline, workload: str, limit: float, guess: float, extent: Extent, window: Window
 ) -> list[float]:
     """Return the highest rate by seed; 0 if no rate is low enough."""
     found: list[float] = []
-    window = Window(
-        0.0,
-        extent.capacity_warm_seconds,
-        extent.capacity_warm_seconds + extent.capacity_seconds,
-    )
     for seed in range(extent.seeds):
 
         def trial(rate: float, seed: int = seed) -> dict[str, Any]:
