@@ -37,7 +37,7 @@ STREAMED, SAME_LINK = "streamed", "streamed, fast link"
 OTHERS = {"vllm": "vLLM", "orca": "Orca", "fastserve": "FastServe"}
 SYSTEMS = (STREAMED, SAME_LINK, *OTHERS)
 FACTORS = (0.3, 1.0, 2.0, 4.0)  # multiples of the rate that fills the device
-REQUESTS_MIN, REQUESTS_MAX = 400, 3000
+REQUESTS_MIN = 400
 
 
 def panels(model: str, extent: Extent) -> Iterator[Row]:
@@ -57,7 +57,7 @@ def _panel(name: str, setting: ServingSetting, extent: Extent) -> Iterator[Row]:
     limit = 1000 * setting.limit_seconds
     # Enough requests to fill the device: in a shorter run no queue can become long.
     filling = int(extent.panel_fills * setting.turns_held)
-    num_requests = min(max(filling, REQUESTS_MIN), REQUESTS_MAX)
+    num_requests = min(max(filling, REQUESTS_MIN), extent.panel_requests_max)
     link = setting.cost.kv_bytes_per_token / setting.cost.attention_seconds_per_key
     fast = replace(setting, cost=replace(setting.cost, link_bytes_per_second=link))
     carried: dict[str, list[float]] = {system: [] for system in SYSTEMS}

@@ -138,6 +138,7 @@ class Extent:
     requests: int = 128  # table 4
     # Panels of FluidInfer.
     panel_fills: float = 10.0  # requests, in numbers that the device holds
+    panel_requests_max: int = 3000
     repeats: int = 30  # timed calls of a kernel
 
 
@@ -151,7 +152,8 @@ QUICK = Extent(
     capacity_seconds=60.0,
     capacity_requests=40.0,
     resolution=1.2,
-    panel_fills=4.0,
+    panel_fills=1.5,
+    panel_requests_max=1500,
     repeats=5,
 )
 Figure = Callable[[Extent], Iterator[Row]]

@@ -95,9 +95,17 @@ def test_wrong_numbers_and_names_are_refused(capsys: pytest.CaptureFixture[str])
 def test_every_figure_yields_rows_with_finite_numbers() -> None:
     """As short as possible: one seed, an almost empty load, few requests."""
     tiny = replace(
-        QUICK, warm_seconds=1.0, seconds=8.0, capacity_warm_seconds=1.0, capacity_seconds=6.0, capacity_requests=1.0,
-        resolution=4.0, requests=8, panel_fills=0.0, repeats=1,
-    )  # fmt: skip
+        QUICK,
+        warm_seconds=1.0,
+        seconds=8.0,
+        capacity_warm_seconds=1.0,
+        capacity_seconds=6.0,
+        capacity_requests=1.0,
+        resolution=4.0,
+        requests=8,
+        panel_fills=0.0,
+        repeats=1,
+    )
     slow = ("baton-table-1", "pensieve-3.17")
     for name, figure in command.FIGURES.items():
         if name not in slow:
