@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ import torch
 
 from pensieve.cells.baselines import GraphBatching, Merging, NodeByNode, Padding
 from pensieve.cells.executor import CellularServer, GraphBatchingServer, run_alone
-from pensieve.cells.figures import SEEDS, below, length, random_tree
+from pensieve.cells.figures import SEEDS, length, random_tree
 from pensieve.cells.graph import Graph
-from pensieve.cells.models import Cell, Model, lstm, seq2seq, tree_lstm
+from pensieve.cells.models import Cell, Model, lstm, rows_of, seq2seq, tree_lstm
 from pensieve.cells.simulation import quantile
 
 LENGTH_MAX = 100
@@ -53,14 +54,15 @@ def _pair(model: Model, rng: random.Random) -> Graph:
     return model.unfold(source, max(1, round(len(source) * rng.uniform(0.8, 1.2))))
 
 
+def _tree(model: Model, rng: random.Random) -> Graph:
+    return model.unfold(random_tree(rng, max(2, round(rng.gauss(19, 9)))))
+
+
 # How to make a model, and a random request. As in the paper, a given length ends a reply, and no token does.
 MODELS: dict[str, tuple[Callable[[], Model], Callable[[Model, random.Random], Graph]]] = {
     "lstm": (lstm, lambda model, rng: model.unfold(_sentence(rng))),
     "seq2seq": (partial(seq2seq, eos=-1), _pair),
-    "tree": (
-        tree_lstm,
-        lambda model, rng: model.unfold(random_tree(rng, max(2, round(rng.gauss(19, 9))))),
-    ),
+    "tree": (tree_lstm, _tree),
 }
 
 
@@ -72,43 +74,37 @@ def compare(name: str, num_requests: int = 600, seeds: Sequence[int] = SEEDS) ->
         runs = [_compare_once(name, num_requests, seed) for seed in seeds]
     finally:
         torch.set_num_threads(threads)
-    ours, measured = [run["cellular"] for run in runs], []
+    rows = []
     for policy in runs[0]:
-        theirs = [run[policy] for run in runs]
-        worse = below([run[0] for run in theirs], [run[0] for run in ours])
-        later = below([run[2] for run in ours], [run[2] for run in theirs])
-        verdict = "same shape" if worse and later else "not reproduced"
-        middle = [median(run[part] for run in theirs) for part in range(3)]
-        exact = all(run[3] for run in theirs)
-        measured.append(Measured(policy, *middle, exact, "" if policy == "cellular" else verdict))
-    return measured
+        ours, theirs = ([run[each] for run in runs] for each in ("cellular", policy))
+        pairs = list(zip(ours, theirs, strict=True))
+        worse = all(their[0] < our[0] and their[2] > our[2] for our, their in pairs)
+        verdict = "same shape" if worse else "not reproduced"
+        rate, p50, p99, exact = (list(part) for part in zip(*theirs, strict=True))
+        verdict = "" if policy == "cellular" else verdict
+        rows.append(Measured(policy, median(rate), median(p50), median(p99), all(exact), verdict))
+    return rows
 
 
-def _compare_once(
-    name: str, num_requests: int, seed: int
-) -> dict[str, tuple[float, float, float, bool]]:
+Once = tuple[float, float, float, bool]  # throughput, P50, P99, exact
+
+
+def _compare_once(name: str, num_requests: int, seed: int) -> dict[str, Once]:
     make, draw = MODELS[name]
     torch.manual_seed(seed)
     model, rng = make(), random.Random(seed)
     graphs = [draw(model, rng) for _ in range(num_requests)]
     alone = [run_alone(model, graph) for graph in graphs[:CHECKED]]
-    policies = {
-        each: make for each, make in POLICIES.items() if (name, each) != ("tree", "padding")
-    }
-    throughput = {}
-    for policy in policies:
-        finished, _ = _serve(model, policy, graphs, [0.0] * len(graphs))
-        throughput[policy] = len(graphs) / max(finished)
-    rate = RATE_SHARE * throughput["merging"]
-    gaps = [rng.expovariate(rate) for _ in graphs]
-    arrivals = [sum(gaps[: index + 1]) for index in range(len(gaps))]
+    policies = [each for each in POLICIES if (name, each) != ("tree", "padding")]
+    at_once = {each: max(_serve(model, each, graphs, [0.0] * num_requests)[0]) for each in policies}
+    rate = RATE_SHARE * num_requests / at_once["merging"]
+    arrivals = list(accumulate(rng.expovariate(rate) for _ in graphs))
     found = {}
     for policy in policies:
         finished, replies = _serve(model, policy, graphs, arrivals)
         latencies = [1e3 * (end - begin) for end, begin in zip(finished, arrivals, strict=True)]
-        exact = all(map(equal, alone, replies))
         p50, p99 = quantile(latencies, 0.5), quantile(latencies, 0.99)
-        found[policy] = throughput[policy], p50, p99, exact
+        found[policy] = num_requests / at_once[policy], p50, p99, all(map(equal, alone, replies))
     return found
 
 
@@ -144,7 +140,7 @@ def best_batch(cell: Cell, most: int = 512, repeats: int = 5) -> int:
     """Return the smallest power of two whose rows per second are within a tenth of the best."""
     speeds: dict[int, float] = {}
     for size in (1 << exponent for exponent in range(most.bit_length())):
-        states = [part.repeat(size, *[1] * (part.dim() - 1)) for part in cell.initial * cell.arity]
+        states = rows_of(cell.initial * cell.arity, size)
         payload, seconds = torch.full((size, cell.payload), cell.pad), []
         with torch.inference_mode():
             for _ in range(repeats):

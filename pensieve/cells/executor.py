@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pensieve.cells.baselines import GraphBatching
 from pensieve.cells.graph import CellType, Graph
-from pensieve.cells.models import Cell, Model, States
+from pensieve.cells.models import Cell, Model, States, rows_of
 from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Scheduler, Task
 
 
@@ -88,16 +89,12 @@ class Runner:
         size = len(task.rows)
         if self._stream is not None:
             size = max(size, min(1 << (size - 1).bit_length(), task.cell.batch_max))
-        with (
-            torch.inference_mode(),
-            torch.cuda.stream(self._stream) if self._stream else nullcontext(),
-        ):
-            states = [
-                part for at in range(cell.arity) for part in self._inputs(cell, task, at, size)
-            ]
+        on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+        with torch.inference_mode(), on_stream:
+            inputs = [self._inputs(cell, task, at, size) for at in range(cell.arity)]
             payload = self._payload(cell, task, size)
             run = cell if self._stream is None else self._capture(cell, size)
-            outputs: States = run(payload, *states)
+            outputs: States = run(payload, *chain.from_iterable(inputs))
             for at, row in enumerate(task.rows):
                 if row is not None:
                     self.lives[row.request].slots[row.node] = Slot(outputs, at)
@@ -132,12 +129,10 @@ class Runner:
             _, rows, targets = sources.setdefault(id(slot.states), (slot.states, [], []))
             rows.append(slot.row)
             targets.append(index)
-        gathered = tuple(part.repeat(size, *[1] * (part.dim() - 1)) for part in cell.initial)
+        gathered = rows_of(cell.initial, size)
         for states, rows, targets in sources.values():
             if states is not cell.initial:
-                source, target = (
-                    torch.tensor(each, device=self._device) for each in (rows, targets)
-                )
+                source, target = self._tensor(rows), self._tensor(targets)
                 for part, out in zip(states, gathered, strict=True):
                     out.index_copy_(0, target, part.index_select(0, source))
         return gathered
@@ -148,7 +143,12 @@ class Runner:
             if row is not None:
                 tokens = self.lives[row.request].graph.nodes[row.node].payload
                 rows[index][: len(tokens)] = tokens
-        return torch.tensor(rows, dtype=torch.long, device=self._device)
+        return self._tensor(rows)
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        """Copy integers to the device without waiting for its stream."""
+        made = torch.tensor(values, dtype=torch.long)
+        return made.pin_memory().to(self._device, non_blocking=True) if self._stream else made
 
     def _capture(self, cell: Cell, size: int) -> _CapturedCell:
         if (key := (cell.kind, size)) not in self._captured:
@@ -162,8 +162,7 @@ class _CapturedCell:
     def __init__(self, cell: Cell, size: int, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
         payload = torch.full((size, cell.payload), cell.pad, device=device)
-        states = [part.repeat(size, *[1] * (part.dim() - 1)) for part in cell.initial * cell.arity]
-        self._inputs = [payload, *states]
+        self._inputs = (payload, *rows_of(cell.initial * cell.arity, size))
         cell(*self._inputs)  # libraries initialise themselves outside the capture
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()

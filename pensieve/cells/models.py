@@ -21,20 +21,25 @@ DECODED_BEYOND_SOURCE = 10  # a reply is at most this many tokens longer than it
 States = tuple[Tensor, ...]  # each with the batch as its first dimension
 
 
+def rows_of(states: States, size: int) -> States:
+    """Repeat a batch of one."""
+    return tuple(part.repeat(size, *[1] * (part.dim() - 1)) for part in states)
+
+
 class Cell(nn.Module):
     """A cell type with its weights and shapes."""
 
     emits: int | None = None  # which output is a token of the reply
 
-    def __init__(
-        self, kind: CellType, state: States, arity: int = 1, payload: int = 1, pad: int = 0
-    ):
+    pad = 0
+
+    def __init__(self, kind: CellType, state: States, arity: int = 1, payload: int = 1) -> None:
         """`state` is what a node without inputs reads: a row of the outputs of an input node.
 
-        A node has `arity` input nodes, and takes up to `payload` token ids from its request, padded by `pad`.
+        A node has `arity` input nodes. It takes `payload` token ids from its request, padded by `pad`.
         """
         super().__init__()
-        self.kind, self.arity, self.payload, self.pad = kind, arity, payload, pad
+        self.kind, self.arity, self.payload = kind, arity, payload
         self.initial = tuple(part.unsqueeze(0) for part in state)
 
     def to_device(self, device: torch.device) -> Cell:
@@ -46,9 +51,7 @@ class Cell(nn.Module):
 class Model:
     cells: dict[CellType, Cell]
     unfold: Callable[..., Graph]  # a request as cells
-    eos: int | None = (
-        None  # the token that ends a reply. None: a reply is the state of the last node
-    )
+    eos: int | None = None  # the token that ends a reply. None: a reply is the last node's state
 
 
 def _model(unfold: Callable[..., Graph], *cells: Cell, eos: int | None = None) -> Model:
@@ -145,12 +148,10 @@ def tree_lstm(hidden: int = 256, vocab: int = 1000, batch_max: int = 64) -> Mode
 class BartEncoderCell(Cell):
     """The whole encoder: a source of up to `payload` tokens is one node."""
 
-    def __init__(
-        self, kind: CellType, bart: Any, source_max: int, decoder: BartDecoderCell
-    ) -> None:
-        super().__init__(kind, (), arity=0, payload=source_max, pad=bart.config.pad_token_id)
-        self.encoder, self.layers = bart.model.encoder, bart.model.decoder.layers
-        self.begin = decoder
+    def __init__(self, kind: CellType, source_max: int, decoder: BartDecoderCell) -> None:
+        super().__init__(kind, (), arity=0, payload=source_max)
+        self.encoder, self.decoder = decoder.bart.model.encoder, decoder
+        self.pad = decoder.bart.config.pad_token_id
 
     def forward(self, payload: Tensor) -> States:
         mask = payload != self.pad
@@ -159,16 +160,10 @@ class BartEncoderCell(Cell):
         bias = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -torch.inf)[:, None, None]
         for layer in self.encoder.layers:
             x = layer(x, bias)
-        cross = torch.stack([_keys_and_values(layer.encoder_attn, x) for layer in self.layers], 1)
-        token, position, _, _, own = self.begin.initial
-        rows = len(payload)
-        return (
-            token.repeat(rows),
-            position.repeat(rows),
-            mask,
-            cross,
-            own.repeat(rows, 1, 1, 1, 1, 1),
-        )
+        layers = self.decoder.bart.model.decoder.layers
+        cross = torch.stack([_keys_and_values(layer.encoder_attn, x) for layer in layers], 1)
+        token, position, _, _, own = rows_of(self.decoder.initial, len(payload))
+        return token, position, mask, cross, own
 
 
 class BartDecoderCell(Cell):
@@ -189,15 +184,8 @@ class BartDecoderCell(Cell):
         super().__init__(kind, (token, torch.tensor(0), mask, cross, own), payload=0)
         self.bart = bart
 
-    def forward(
-        self,
-        payload: Tensor,
-        token: Tensor,
-        position: Tensor,
-        mask: Tensor,
-        cross: Tensor,
-        own: Tensor,
-    ) -> States:
+    def forward(self, payload: Tensor, *states: Tensor) -> States:
+        token, position, mask, cross, own = states
         decoder, target_max = self.bart.model.decoder, own.shape[4]
         at = position.clamp(max=target_max - 1)  # rows that are padding go on beyond their end
         places = decoder.embed_positions
@@ -231,14 +219,11 @@ def _attend(attention: Any, x: Tensor, keys_and_values: Tensor, mask: Tensor) ->
 
 def bart(whole: Any, source_max: int, target_max: int, batch_max: int = 32) -> Model:
     """Make cells of a `BartForConditionalGeneration`. A request is the token ids of its source."""
-    encoder, decoder = (
-        CellType("bart encoder", 0, batch_max),
-        CellType("bart decoder", 1, batch_max),
-    )
+    encoder, decoder = CellType("encoder", 0, batch_max), CellType("decoder", 1, batch_max)
     step = BartDecoderCell(decoder, whole, source_max, target_max)
 
     def unfold(tokens: Sequence[int], reply_max: int = target_max) -> Graph:
         return chain((encoder, [tuple(tokens)]), (decoder, [()] * reply_max))
 
-    first = BartEncoderCell(encoder, whole, source_max, step)
+    first = BartEncoderCell(encoder, source_max, step)
     return _model(unfold, first, step, eos=whole.config.eos_token_id)

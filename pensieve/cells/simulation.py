@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -31,7 +31,7 @@ class Costs:
     merge the graph of one node; graph batching does this before it computes.
     """
 
-    points: dict[CellType, Sequence[tuple[int, float]]]
+    points: Mapping[CellType, Sequence[tuple[int, float]]]
     gather: float = 0.0
     gather_row: float = 0.0
     merge_node: float = 0.0
@@ -91,7 +91,7 @@ def simulate_cellular(
     scheduler = Scheduler(cells, max_tasks_to_submit)
 
     def work(worker: int, now: float) -> _Work:
-        submitted = []
+        submitted: _Work = []
         for task in scheduler.schedule(worker):
             run.tasks.append((now, task))
             for row in task.rows:

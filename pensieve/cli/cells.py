@@ -52,12 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     everything = arguments.figure is None and arguments.model is None
     seeds = range(arguments.seeds)
     names = FIGURES if everything else arguments.figure or ()
-    if names:
-        print(f"{'figure':46} {'paper':>7} {'ours':>8}  {'verdict':14}  reason")
     for name in names:
+        print(f"{'figure ' + name:36} {'paper':>7} {'ours':>8}  {'verdict':14}  reason")
         for row in figures.FIGURES[name](seeds):
-            paper = "" if row.paper is None else f"{row.paper:g}"
-            print(f"{row.name:46} {paper:>7} {row.ours:8.4g}  {row.verdict:14}  {row.reason}")
+            paper = "" if row.paper is None else f"{row.paper:.4g}"
+            print(f"{row.name:36} {paper:>7} {row.ours:8.4g}  {row.verdict:14}  {row.reason}")
+        print()
     for name in MODELS if everything else arguments.model or ():
         print(
             f"\n{name + ' on this CPU':20} {'requests/s':>10} {'P50 ms':>8} {'P99 ms':>8}  exact  order"
@@ -66,4 +66,5 @@ def run(arguments: argparse.Namespace) -> int:
             exact = "yes" if each.exact else "no"
             times = f"{each.throughput:10.0f} {each.p50_ms:8.1f} {each.p99_ms:8.1f}"
             print(f"{each.policy:20} {times}  {exact:5}  {each.verdict}")
+        print()
     return 0

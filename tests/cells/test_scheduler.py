@@ -171,7 +171,9 @@ def test_with_any_order_of_ends_each_node_runs_once_and_after_its_inputs(seed: i
         elif rng.random() < 0.7:
             task = fifos[worker].pop(0)
             for request, node in [row for row in task.rows if row]:
-                assert all((request, source) in done for source in graphs[request].nodes[node].inputs)
+                assert all(
+                    (request, source) in done for source in graphs[request].nodes[node].inputs
+                )
                 assert (request, node) not in done
                 done.add((request, node))
             finished += made.complete(task)

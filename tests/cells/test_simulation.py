@@ -113,5 +113,5 @@ def test_a_verdict_needs_the_papers_order_and_a_near_number() -> None:
 def test_the_command_knows_all_figures_and_models() -> None:
     from pensieve.cells.comparison import MODELS
 
-    assert FIGURE_NAMES == tuple(FIGURES)
-    assert MODEL_NAMES == tuple(MODELS)
+    assert tuple(FIGURES) == FIGURE_NAMES
+    assert tuple(MODELS) == MODEL_NAMES
