@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from pensieve.cells.baselines import GraphBatching
 from pensieve.cells.graph import CellType, Graph
-from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, Scheduler, Task
+from pensieve.cells.scheduler import Scheduler, Task
 
 
 class Arrival(NamedTuple):
@@ -81,16 +81,11 @@ _Work: TypeAlias = list[tuple[float, Callable[[], Iterable[int]]]]
 
 
 def simulate_cellular(
-    arrivals: Sequence[Arrival],
-    cells: Iterable[CellType],
-    costs: Costs,
-    num_workers: int = 1,
-    max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT,
+    arrivals: Sequence[Arrival], cells: Iterable[CellType], costs: Costs, num_workers: int = 1
 ) -> Run:
-    run = _new_run(arrivals)
-    scheduler = Scheduler(cells, max_tasks_to_submit)
+    scheduler = Scheduler(cells)
 
-    def work(worker: int, now: float) -> _Work:
+    def work(run: Run, worker: int, now: float) -> _Work:
         submitted: _Work = []
         for task in scheduler.schedule(worker):
             run.tasks.append((now, task))
@@ -101,16 +96,13 @@ def simulate_cellular(
             submitted.append((now, partial(scheduler.complete, task)))
         return submitted
 
-    _run_events(run, arrivals, scheduler.add, work, num_workers)
-    return run
+    return _simulate(arrivals, scheduler.add, work, num_workers)
 
 
 def simulate_graph_batching(
     arrivals: Sequence[Arrival], policy: GraphBatching, costs: Costs, num_workers: int = 1
 ) -> Run:
-    run = _new_run(arrivals)
-
-    def work(worker: int, now: float) -> _Work:
+    def work(run: Run, worker: int, now: float) -> _Work:
         if (batch := policy.next_batch()) is None:
             return []
         for request in batch.requests:
@@ -119,32 +111,27 @@ def simulate_graph_batching(
         end = now + seconds + costs.merge_node * batch.num_merged
         return [(end, lambda: list(batch.requests))]
 
-    _run_events(run, arrivals, policy.add, work, num_workers)
-    return run
+    return _simulate(arrivals, policy.add, work, num_workers)
 
 
-def _new_run(arrivals: Sequence[Arrival]) -> Run:
-    unknown = [0.0] * len(arrivals)
-    return Run([each.seconds for each in arrivals], list(unknown), list(unknown))
-
-
-def _run_events(
-    run: Run,
+def _simulate(
     arrivals: Sequence[Arrival],
     add: Callable[[int, Graph], None],
-    work: Callable[[int, float], _Work],
+    work: Callable[[Run, int, float], _Work],
     num_workers: int,
-) -> None:
+) -> Run:
     """Handle arrivals and ends of tasks in the order of time. After each moment, idle workers get work."""
+    times = [each.seconds for each in arrivals]
+    run = Run(times, [0.0] * len(times), [0.0] * len(times))
     waiting = deque(enumerate(arrivals))
-    ends: list[tuple[float, int, Callable[[], Iterable[int]]]] = []  # the number breaks ties
+    # The number breaks ties. The last part is the worker.
+    ends: list[tuple[float, int, Callable[[], Iterable[int]], int]] = []
     numbers, num_left = count(), [0] * num_workers
-    owner: dict[int, int] = {}
     while waiting or ends:
         now = min(waiting[0][1].seconds if waiting else inf, ends[0][0] if ends else inf)
         while ends and ends[0][0] == now:
-            _, number, end = heappop(ends)
-            num_left[owner.pop(number)] -= 1
+            _, _, end, worker = heappop(ends)
+            num_left[worker] -= 1
             for request in end():
                 run.finished[request] = now
         while waiting and waiting[0][1].seconds == now:
@@ -152,7 +139,7 @@ def _run_events(
             add(request, arrival.graph)
         for worker in range(num_workers):
             if not num_left[worker]:
-                for seconds, end in work(worker, now):
-                    owner[number := next(numbers)] = worker
+                for seconds, end in work(run, worker, now):
                     num_left[worker] += 1
-                    heappush(ends, (seconds, number, end))
+                    heappush(ends, (seconds, next(numbers), end, worker))
+    return run
