@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -15,10 +16,17 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from pensieve.cells.baselines import Merging, NodeByNode, Padding
 from pensieve.cells.comparison import best_batch, compare, equal
-from pensieve.cells.executor import CellularServer, GraphBatchingServer, Live, Runner, run_alone
+from pensieve.cells.executor import (
+    CellularServer,
+    GraphBatchingServer,
+    Launched,
+    Live,
+    Runner,
+    run_alone,
+)
 from pensieve.cells.figures import random_tree
 from pensieve.cells.models import Model, bart, lstm, seq2seq, tree_lstm
-from pensieve.cells.scheduler import NodeRef, Task
+from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Task
 
 VOCAB, SOURCE_MAX, REPLY_MAX = 50, 12, 10
 
@@ -149,13 +157,44 @@ def test_a_request_that_joins_is_gathered_with_the_others() -> None:
     assert runner.num_gathers == 2
 
 
-def test_a_short_request_is_answered_before_a_long_one_of_its_batch() -> None:
-    model, order = lstm(16, VOCAB), []
+def test_a_request_is_answered_while_later_tasks_of_its_batch_wait() -> None:
+    """The task after the short request's last one is launched only when the short request is answered."""
+    model, launched = (
+        lstm(16, VOCAB),
+        [False],
+    )  # whether a task had the last node of the short request
     with CellularServer(model) as server:
-        for name, length in (("long", 200), ("short", 2)):
-            future = server.submit(model.unfold([5] * length))
-            future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
-    assert order == ["short", "long"]
+        launch = server.runners[0].launch
+
+        def launch_after_the_answer(task: Task) -> Launched:
+            if launched[-1]:
+                short.result(10)
+            launched.append(any(row == NodeRef(2, 1) for row in task.rows))
+            return launch(task)
+
+        server.runners[0].launch = launch_after_the_answer  # type: ignore[method-assign]
+        long = server.submit(model.unfold([5] * 100))
+        short = server.submit(model.unfold([5] * 2))
+        assert len(long.result(20)) == 3
+
+
+def test_after_the_end_token_no_more_decoders_are_submitted() -> None:
+    endless = seq2seq(16, VOCAB, eos=-1)
+    graph = endless.unfold([5, 6, 7], 400)
+    reply = run_alone(endless, graph)
+    assert isinstance(reply, list)
+    eos = reply[3]
+    model, launched = dataclasses.replace(endless, eos=eos), []
+    with CellularServer(model) as server:
+        launch = server.runners[0].launch
+
+        def note(task: Task) -> Launched:
+            launched.append(task)
+            return launch(task)
+
+        server.runners[0].launch = note  # type: ignore[method-assign]
+        assert server.submit(graph).result(20) == reply[: reply.index(eos) + 1]
+    assert len(launched) <= 3 + 2 * MAX_TASKS_TO_SUBMIT
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -176,7 +215,7 @@ def test_the_best_batch_is_a_size_that_was_measured() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "seq2seq", "tree"])
 def test_policies_are_compared_and_exact(name: str) -> None:
-    measured = compare(name, 4, (0,))
+    measured = compare(name, 2, (0,))
     names = ["cellular", "padding", "merging", "no batching"]
     assert [each.policy for each in measured] == [
         each for each in names if (name, each) != ("tree", "padding")
