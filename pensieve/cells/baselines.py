@@ -22,6 +22,7 @@ class Batch:
     requests: Requests
     tasks: Iterator[Task]
     num_merged: int = 0  # nodes of graphs that were merged, which takes time
+    steps: dict[CellType, int] | None = None  # if all tasks of a type have a row for each request
 
 
 class GraphBatching(Protocol):
@@ -57,16 +58,16 @@ class Padding:
         else:
             bucket = self._last = next((each for each in filled if each > self._last), filled[0])
         requests = _take(self._buckets[bucket], self._batch_max)
-        return Batch(requests, _pad(requests, (bucket + 1) * self._width))
+        steps: dict[CellType, int] = {}
+        for graph in requests.values():
+            for cell, nodes in graph.stages.items():
+                steps[cell] = max(steps.get(cell, 0), len(nodes))
+        steps[next(iter(steps))] = (bucket + 1) * self._width
+        return Batch(requests, _pad(requests, steps), steps=steps)
 
 
-def _pad(requests: Requests, first_length: int) -> Iterator[Task]:
-    longest: dict[CellType, int] = {}
-    for graph in requests.values():
-        for cell, nodes in graph.stages.items():
-            longest[cell] = max(longest.get(cell, 0), len(nodes))
-    longest[next(iter(longest))] = first_length
-    for cell, length in longest.items():
+def _pad(requests: Requests, steps: dict[CellType, int]) -> Iterator[Task]:
+    for cell, length in steps.items():
         nodes_of = {request: graph.stages.get(cell, []) for request, graph in requests.items()}
         for step in range(length):
             yield Task(

@@ -57,10 +57,10 @@ class Live:
 class Launched(NamedTuple):
     task: Task
     emitted: Tensor | None  # a token for each row, in host memory
-    event: torch.cuda.Event | None = None
+    event: Any = None  # of CUDA
 
     def done(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.event is None or bool(self.event.query())
 
     def tokens(self) -> list[int]:
         """Wait for the end of the task. Return the token of each row, or [] if it makes none."""
@@ -79,7 +79,9 @@ class Runner:
     def __init__(self, model: Model, lives: dict[int, Live], device: str = "cpu") -> None:
         self.lives, self._device = lives, torch.device(device)
         self._cells = {kind: cell.to_device(self._device) for kind, cell in model.cells.items()}
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: Any = None  # on the CPU
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._captured: dict[tuple[CellType, int], _CapturedCell] = {}
         self.num_gathers = 0
 
@@ -104,7 +106,7 @@ class Runner:
             if emitted is not None:
                 pinned = torch.empty(emitted.shape, dtype=emitted.dtype, pin_memory=True)
                 emitted = pinned.copy_(emitted, non_blocking=True)
-            event = torch.cuda.Event()
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return Launched(task, emitted, event)
 

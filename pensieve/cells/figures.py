@@ -299,6 +299,6 @@ def figure_2_15(seeds: Sequence[int] = SEEDS) -> list[Row]:
     ]
 
 
-_ALL = (figure_2_5, figure_2_7, figure_2_8, figure_2_9, figure_2_10)
-_ALL += (figure_2_13, figure_2_14, figure_2_15)
+_ALL = [figure_2_5, figure_2_7, figure_2_8, figure_2_9, figure_2_10]
+_ALL += [figure_2_13, figure_2_14, figure_2_15]
 FIGURES = {each.__name__.removeprefix("figure_").replace("_", "."): each for each in _ALL}

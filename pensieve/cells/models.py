@@ -206,8 +206,9 @@ class BartDecoderCell(Cell):
 
 def _keys_and_values(attention: Any, x: Tensor) -> Tensor:
     """Return (rows, 2, heads, tokens, head_dim)."""
-    both = torch.stack((attention.k_proj(x), attention.v_proj(x)), 1)
-    return both.unflatten(3, (attention.num_heads, -1)).transpose(2, 3)
+    both: Any = torch.stack((attention.k_proj(x), attention.v_proj(x)), 1)
+    heads: Tensor = both.unflatten(3, (attention.num_heads, -1)).transpose(2, 3)
+    return heads
 
 
 def _attend(attention: Any, x: Tensor, keys_and_values: Tensor, mask: Tensor) -> Tensor:
