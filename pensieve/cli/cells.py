@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         print()
     for name in MODELS if everything else arguments.model or ():
         print(
-            f"\n{name + ' on this CPU':20} {'requests/s':>10} {'P50 ms':>8} {'P99 ms':>8}  exact  order"
+            f"\n{name + ' on this CPU':20} {'1/CPU s':>10} {'P50 ms':>8} {'P99 ms':>8}  exact  order"
         )
         for each in comparison.compare(name, arguments.requests, seeds):
             exact = "yes" if each.exact else "no"
