@@ -35,6 +35,7 @@ ROOMS = {
     "core": room(never="time threading logging random sqlite3 asyncio datetime secrets os"),
     "engine": room("core gc_pause", never="sqlite3 asyncio"),
     "sim": room("core engine", never="sqlite3"),
+    "cells": room(packages="torch"),
     "text": room("extras", "tokenizers jinja2"),
     "store": room("extras", "sqlite_utils pysqlite3 psycopg"),
     "kernels": room(packages="torch cupy"),

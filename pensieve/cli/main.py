@@ -15,6 +15,7 @@ from pensieve.cli import (
     backup,
     batch,
     bench,
+    cells,
     chat,
     cluster,
     conversations,
@@ -154,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     rank.add_parser(commands)
     bench.add_parser(commands)
     simulate.add_parser(commands)
+    cells.add_parser(commands)
     return top
 
 

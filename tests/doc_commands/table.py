@@ -237,6 +237,9 @@ ROWS = (
         nightly=True,
     ),
     # Benchmarks.
+    Row("pensieve cells", (r"figure 2\.15", r"tree on this CPU"), nightly=True),
+    Row("pensieve cells --figure 2.5 2.10", (r"end of 5 to 8 +12 +12 +reproduced",)),
+    Row("pensieve cells --model lstm --requests 60 --seeds 1", (r"cellular .* yes",)),
     Row("pensieve bench chat --shape pressure", nightly=True),
     Row(
         "pensieve bench capacity --tbt 0.5 --seconds 20 --plot capacity.png",
