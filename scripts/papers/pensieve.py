@@ -13,6 +13,7 @@ Figure 3.17 is not simulated: the CPU's attention kernel runs on this machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,10 +87,13 @@ def gains(gain: Gain, extent: Extent) -> Iterator[Row]:
     if gain.lower_latency is not None:
         best = [
             max(
-                1
-                - search.simulate(one, rate)["normalized_p90"]
-                / search.simulate(other, rate)["normalized_p90"]
-                for rate in (crossing.rate / 2, crossing.rate * 0.75)
+                (
+                    1 - ours / theirs
+                    for rate in (crossing.rate / 2, crossing.rate * 0.75)
+                    if (ours := search.simulate(one, rate)["normalized_p90"])
+                    and (theirs := search.simulate(other, rate)["normalized_p90"])
+                ),
+                default=math.nan,  # no turn ended in so short a load
             )
             for one, other, crossing in zip(
                 search.seeded(systems["GPU cache"]),
