@@ -24,7 +24,7 @@ LENGTH_MAX = 100
 BATCH_MAX = (
     64  # requests that padding and merging take at once, and nodes of a task of cellular batching
 )
-RATE_SHARE = 0.6  # of the throughput of merging: the rate at which latencies are compared
+RATE_SHARE = 0.8  # of the throughput of merging: the rate at which latencies are compared
 CHECKED = 20  # replies of each run that are compared with those of unbatched runs
 POLICIES: dict[str, Callable[[], GraphBatching] | None] = {
     "cellular": None,

@@ -69,6 +69,11 @@ def test_merging_runs_all_ready_nodes_of_a_type_at_once() -> None:
     assert sizes == [("a", 8), ("b", 4), ("b", 2)]
 
 
+def test_merging_takes_the_type_whose_ready_nodes_are_least_deep() -> None:
+    found = tasks(Merging(2), links(1, 3), links(2, 1))
+    assert found == [("a", [0, 1]), ("b", [0]), ("a", [1]), ("b", [0, 1]), ("b", [0])]
+
+
 def test_merging_a_graph_takes_time_for_each_of_its_nodes() -> None:
     costs = Costs(COSTS.points, merge_node=0.25)
     run = simulate_graph_batching([Arrival(0, links(1, 1))], Merging(), costs)
@@ -85,6 +90,11 @@ def test_a_request_waits_for_the_tasks_that_are_submitted_before_it() -> None:
     run = simulate_cellular(arrivals, (A, B), COSTS)
     assert run.started == [0, 5.0]
     assert run.finished == [4 + 1 + 1.5 + 3, 6.5]
+
+
+def test_gathering_takes_time_in_each_task_of_cellular_batching() -> None:
+    run = simulate_cellular([Arrival(0, links(2))], (A, B), Costs(COSTS.points, 0.5, 0.25))
+    assert run.finished == [3.5]
 
 
 def test_two_workers_serve_two_requests_at_once() -> None:
