@@ -21,7 +21,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 from pensieve.core.cache import CacheConfig
@@ -48,7 +48,6 @@ OURS = ("resident", "streamed")
 STAGING_SHARE = 0.1  # memory of the staging arenas, relative to the device tier
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
-LIMIT_FACTOR = 1.5  # multiple of the time of an iteration with all turns that fit on the device
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,6 @@ class ServingSetting:
     def turns_held(self) -> int:
         """Return how many requests of average context the device holds."""
         return max(min(self.device_tokens // MEAN_CONTEXT, self.turns_max), 1)
-
-    @property
-    def limit_seconds(self) -> float:
-        """Return a normalized latency at which the memory is full and few requests wait."""
-        return LIMIT_FACTOR * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
 
     @property
     def rate_held(self) -> float:
@@ -138,19 +132,6 @@ def _schedule(system: str, setting: ServingSetting) -> Schedule:
     assert system == "fastserve", system
     cost = setting.cost
     return FastServeSchedule(cost, cost.copy_seconds, device, setting.host_tokens, context, turns)
-
-
-def sustained(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """Return the highest rate with a latency of at most the limit; `points` are (rate, latency) by rate.
-
-    Interpolates between two rates. 0: no rate meets the limit; inf: all rates do.
-    """
-    if points[0][1] > limit:
-        return 0.0
-    for (low, low_value), (high, high_value) in pairwise(points):
-        if high_value > limit:
-            return low + (high - low) * (limit - low_value) / (high_value - low_value)
-    return math.inf
 
 
 class Figures(NamedTuple):

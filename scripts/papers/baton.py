@@ -11,6 +11,8 @@ as the widest slot, and a slot computes something in every step, even if its que
                 slots is padded to the widest
     ours        our scheduler with the same number of turns: no padding
 
+In table 2 and the figures, Baton is decoupled: the paper's experiments were.
+
 The model is Llama-2-7B on an RTX A6000 (table 1) or an RTX 4090 (table 2). A step of transformers takes
 `STEP_SECONDS` longer than our cost model: chosen so that Benchmark takes the paper's time in table 2 with
 batches of 2. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to

@@ -137,8 +137,7 @@ class Extent:
     resolution: float = 1.1  # ratio of rates at which the search ends
     requests: int = 128  # table 4
     # Panels of FluidInfer.
-    panel_fills: float = 10.0  # requests, in numbers that the device holds
-    panel_requests_max: int = 3000
+    panel_fills: float = 6.0  # requests, in numbers that the device holds
     repeats: int = 30  # timed calls of a kernel
 
 
@@ -152,8 +151,7 @@ QUICK = Extent(
     capacity_seconds=60.0,
     capacity_requests=40.0,
     resolution=1.2,
-    panel_fills=1.5,
-    panel_requests_max=1500,
+    panel_fills=3.0,
     repeats=5,
 )
 Figure = Callable[[Extent], Iterator[Row]]

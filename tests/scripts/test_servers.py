@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from scripts.measurements.servers import (
     ServingSetting,
     counts_of,
     requests_of,
-    sustained,
 )
 
 CARD = HARDWARE["rtx-4090"]
@@ -112,14 +110,6 @@ def test_paged_kv_carries_more_than_reserved_kv() -> None:
 def test_what_memory_carries_is_little_work() -> None:
     assert SETTING.turns_held == 15_640 // 465 == 33
     assert replace(SETTING, turns_max=10).turns_held == 10
-
-
-def test_a_sustained_rate_lies_between_two_that_were_simulated() -> None:
-    points = [(1.0, 20.0), (2.0, 40.0), (3.0, 120.0)]
-    assert sustained(points, 100.0) == pytest.approx(2.75)
-    assert sustained(points, 10.0) == 0.0
-    assert sustained(points, 120.0) == math.inf
-    assert sustained([*points, (4.0, 90.0)], 100.0) == pytest.approx(2.75), "the first crossing"
 
 
 def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() -> None:
