@@ -14,7 +14,7 @@ from pensieve.sim.cost import CostModel
 from pensieve.sim.workload import HABITS, drawn
 from scripts.measurements.replica import Replica, Window, run_replica
 from scripts.papers import __main__ as command
-from scripts.papers import baton, fluidinfer, sarathi
+from scripts.papers import baton, sarathi
 from scripts.papers.baton import PaddedSlots, Query
 from scripts.papers.equal_latency import GRID_RATIO, first_crossing
 from scripts.papers.pipeline import Pipeline, Stages, run_pipeline, stage_of
