@@ -198,7 +198,7 @@ ROWS = (
     ),
     Row(FIT, (r"cost\.json",), ("journal",), nightly=True),
     Row(
-        f"{SHAREGPT} --cost cost.json --device-tokens 60k --host-tokens 200k",
+        f"{SHAREGPT} --cost cost.json --device-tokens 60k --host-tokens 0",
         needs=("cost",),
         nightly=True,
     ),

@@ -84,7 +84,7 @@ def check_script(words: list[str]) -> None:
     script = ROOT / words[0]
     assert script.stat().st_mode & 0o111, f"{words[0]} cannot be run"
     source = script.read_text(encoding="utf-8")
-    for module in re.findall(r"-m (tests[.\w]*)", source):
+    for module in re.findall(r"-m ((?:tests|scripts)[.\w]*)", source):
         folder = ROOT / module.replace(".", "/")
         file = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
         source += file.read_text(encoding="utf-8")
