@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 class CellType:
     """A computation with its own weights and input shapes. Only nodes of one type share a batch.
 
-    Of several types that could run, the one with the highest priority runs. Later cells of a request
+    If several types could run, the type with the highest priority runs. Later cells of a request
     should have higher priorities than earlier ones.
     """
 
