@@ -362,7 +362,7 @@ def dangers(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: {argument.arg}={ast.unparse(value)}"
 
 
-def test_nothing_runs_what_it_reads() -> None:
+def test_no_module_executes_data() -> None:
     found = [f"{NAMES[path]}:{each}" for path in SOURCES for each in facts_of(path).dangers]
     assert not found, "\n".join(found)
 

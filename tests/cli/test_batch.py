@@ -266,7 +266,7 @@ def test_a_daemon_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
 # -- unwanted ends --
 
 
-def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(rig: JobsRig, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_job_and_prints_how_to_continue(rig: JobsRig, tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(GOOD * 3)
     out = tmp_path / "out.jsonl"
     command = ["batch", str(tmp_path / "long.jsonl"), "-o", str(out), "--name", "long"]

@@ -112,7 +112,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert marks == [("*", "b"), (" ", "a")]  # newest first; * marks the current conversation
 
 
-def test_a_reply_that_repeats_itself_is_stopped_and_chat_says_so(
+def test_a_reply_that_repeats_itself_is_stopped_and_chat_reports_it(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this model each token determines the next token, so a greedy reply ends in a loop."""
@@ -343,7 +343,7 @@ def test_a_history_of_a_newer_version_is_refused(
 
 
 @pytest.mark.usefixtures("echo")
-def test_another_tokenizer_retokenises_the_text_and_says_so(
+def test_another_tokenizer_retokenises_the_text_and_logs_it(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert chat("--conversation", "c", "-q", "Hello there.") == 0

@@ -213,7 +213,7 @@ def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -
     assert row.split()[-5:][0] == "2"
 
 
-def test_a_daemon_that_goes_away_is_waited_for_and_comes_back(tmp_path: Path) -> None:
+def test_chat_waits_for_a_daemon_that_goes_away_and_returns(tmp_path: Path) -> None:
     first = ServeProcess(tmp_path / "data")
     first.start()
     arguments = ("chat", "--address", first.address, "--conversation=c", "--max-tokens=8")

@@ -46,7 +46,7 @@ def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
     time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # the press may clear text that is typed earlier
 
 
-def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
+def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_the_stored_text(
     tmp_path: Path,
 ) -> None:
     """A chat that hangs or has ended would not show the mark that is typed afterwards."""
@@ -149,7 +149,7 @@ def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path) ->
     assert text_of(whole[:8] + rest) == text_of(without_control(part))
 
 
-def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_path: Path) -> None:
+def test_a_later_press_gives_up_a_daemon_that_does_not_stop_the_reply(tmp_path: Path) -> None:
     daemon = ServeProcess(tmp_path / "data", engine="echo:0.02")
     daemon.start()
     arguments = ("chat", "--address", daemon.address, "--conversation=c", "--max-tokens=5000")

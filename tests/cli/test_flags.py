@@ -98,7 +98,7 @@ def test_tls_and_token_are_for_a_daemon_at_an_address(
     assert "--token, --tls: of no use without --address" in capsys.readouterr().err
 
 
-def test_a_daemon_that_loads_its_model_is_waited_for(
+def test_clients_wait_for_a_daemon_that_loads_its_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with loading(tmp_path / "data") as (rig, let_go):

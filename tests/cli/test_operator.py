@@ -96,7 +96,7 @@ def test_the_operator_lists_and_deletes_the_prefixes_of_all_tenants(
     assert process.stop() == 0
 
 
-def test_a_socket_that_a_killed_daemon_left_is_one_line_and_in_nobodys_way(
+def test_the_socket_of_a_killed_daemon_gives_one_error_line_and_is_replaced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     process = ServeProcess(tmp_path / "data")

@@ -196,7 +196,7 @@ def test_what_cannot_be_served_is_one_line(
     assert line.startswith("pensieve: ")
 
 
-def test_sigterm_drains_and_the_second_one_hurries(tmp_path: Path) -> None:
+def test_sigterm_drains_and_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data", "--drain-timeout", "60", engine="echo:0.01")
     address = process.start()
     with Client(address, retry=Retry(retries=0)) as client:
@@ -319,7 +319,7 @@ def test_systemd_is_told(tmp_path: Path) -> None:
         assert listener.recv(100) == b"STOPPING=1"
 
 
-def test_systemd_hears_of_a_service_as_long_as_it_answers(tmp_path: Path) -> None:
+def test_systemd_is_notified_as_long_as_the_service_answers(tmp_path: Path) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(path))
@@ -341,7 +341,7 @@ def test_systemd_hears_of_a_service_as_long_as_it_answers(tmp_path: Path) -> Non
         assert last == b"STOPPING=1"
 
 
-def test_a_service_whose_store_does_not_answer_tells_systemd_nothing(
+def test_a_service_whose_store_does_not_answer_does_not_notify_systemd(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told: list[str] = []
@@ -422,7 +422,7 @@ def test_tls_and_client_certificates(tmp_path: Path) -> None:
     assert process.stop() == 0
 
 
-def test_a_tenants_limits_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limits_of_a_tenant_apply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tokens.toml"
     limits = ("--turns-max", "1", "--tokens-per-second", "4")
     assert run("token", "--tenant", "a", *limits, "--file", str(file)) == 0

@@ -76,7 +76,7 @@ def test_a_file_without_a_last_line_break_is_appended_to_whole(
         (f'[[token]]\nsha256 = "{"0" * 64}"\n', 0o600, ["--turns-max", "3"], "different limits"),
     ],
 )
-def test_a_file_that_the_daemon_would_refuse_is_left_as_it_is(
+def test_a_file_that_the_daemon_would_refuse_is_not_changed(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     text: str,

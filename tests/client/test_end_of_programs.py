@@ -78,7 +78,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_ends_within_a_turn_has_ended_it(rig: DaemonRig, end: str) -> None:
+def test_a_program_that_ends_during_a_turn_ends_the_turn(rig: DaemonRig, end: str) -> None:
     name = end.replace(" ", "-")
     ended = run(READ + ENDS[end], rig.server.address, name)
     assert ended.returncode == (end == "fails"), ended.stderr

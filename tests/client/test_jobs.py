@@ -120,7 +120,7 @@ def test_a_file_is_sent_again_when_the_connection_breaks(
     assert len({header.job_id for _, header in server.jobs.calls}) == 1
 
 
-def test_a_job_whose_creation_was_not_heard_of_is_found(
+def test_a_job_is_found_although_the_answer_to_its_creation_was_lost(
     server: ScriptedServer, client: Client
 ) -> None:
     server.jobs.lost_answers = 1

@@ -136,7 +136,7 @@ WAYS: list[Leave] = [
 
 
 @pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__)
-def test_what_was_delivered_stays_and_the_next_message_is_answered(
+def test_delivered_text_is_kept_and_the_next_message_is_answered(
     rig: DaemonRig, leave: Leave
 ) -> None:
     with Client(rig.server.address) as client:

@@ -38,7 +38,7 @@ def loading(data: Path) -> Iterator[tuple[DaemonRig, Callable[[], None]]]:
         rig.__exit__(None, None, None)
 
 
-def test_a_daemon_that_loads_its_model_is_waited_for(tmp_path: Path) -> None:
+def test_clients_wait_for_a_daemon_that_loads_its_model(tmp_path: Path) -> None:
     slept: list[float] = []
     with loading(tmp_path / "data") as (rig, let_go):
 

@@ -61,7 +61,7 @@ def homes(fleet: Fleet) -> dict[str, str]:
 # -- where calls go --
 
 
-def test_no_conversation_is_split_and_only_those_of_a_stopped_daemon_move(
+def test_no_conversation_is_split_and_only_conversations_of_a_stopped_daemon_move(
     fleet: Fleet, client: WithThreads
 ) -> None:
     for text in ("one", "two", "three"):

@@ -113,7 +113,7 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
 
 @pytest.mark.parametrize("daemons", [0.02], indirect=True)
 @pytest.mark.parametrize("kind", [WithThreads, WithTasks], ids=["threads", "tasks"])
-def test_a_turn_whose_daemon_stops_in_the_middle_is_answered_by_the_next(
+def test_a_turn_whose_daemon_stops_halfway_is_answered_by_the_next_daemon(
     kind: type[WithThreads], daemons: Daemons
 ) -> None:
     order = ranked("trip", daemons.addresses)

@@ -61,7 +61,7 @@ def test_nothing_is_sent_before_somebody_listens(client: Client, server: Scripte
 # -- connections that break --
 
 
-def test_a_stream_that_breaks_goes_on_where_it_was(
+def test_a_broken_stream_continues_where_it_stopped(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.extend([Mishap(after=2), Mishap(after=3)])
@@ -368,7 +368,7 @@ def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
     assert client.conversation("c").ask("c d").text == "c d "
 
 
-def test_a_reply_that_is_complete_when_the_time_is_over_is_read_to_its_end(
+def test_a_reply_that_is_complete_at_the_timeout_is_read_to_its_end(
     client: Client, server: ScriptedServer
 ) -> None:
     """After a timeout, the caller would send the message again. The history would then have it twice."""

@@ -188,7 +188,7 @@ def test_a_wrong_field_is_named(given: dict[str, object], field: str) -> None:
 
 
 @pytest.mark.parametrize("message", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
-def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(message: object) -> None:
+def test_text_that_utf8_cannot_encode_is_refused_before_sending(message: object) -> None:
     with pytest.raises(errors.InvalidArgument, match="surrogate"):
         send_request(
             "c",

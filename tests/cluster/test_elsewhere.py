@@ -123,7 +123,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return lost
 
 
-def test_a_message_without_a_request_id_that_is_sent_twice_is_one_turn(
+def test_a_message_without_a_request_id_that_is_forwarded_twice_is_one_turn(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner receives the message, but becomes unreachable before it answers."""

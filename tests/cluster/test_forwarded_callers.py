@@ -128,7 +128,7 @@ def test_without_a_secret_the_clients_token_goes_along(tmp_path: Path) -> None:
         wait_for(lambda: daemons.deletions(ONE, "ann") == ["c"])  # the tenant, not the forwarder
 
 
-def test_without_a_secret_the_owners_log_says_who_has_sent_a_deletion(tmp_path: Path) -> None:
+def test_without_a_secret_the_owners_log_names_the_sender_of_a_deletion(tmp_path: Path) -> None:
     with guarding(tmp_path, "") as daemons:
         daemons.send(ONE, "ann", "new")
         assert daemons.ask(TWO, "ann", "DELETE", "/v1/conversations/c").status == 200
@@ -162,7 +162,7 @@ def check_callers(guarded: Guarded) -> None:
     assert guarded.ask(TWO, "bob", "POST", "/v1/responses", body).status == 404
 
 
-def test_what_a_client_writes_of_its_identity_is_not_believed(guarded: Guarded) -> None:
+def test_identity_headers_of_a_client_are_ignored(guarded: Guarded) -> None:
     for at in (ONE, TWO):
         for name in ("bob", "admin"):
             with pytest.raises(grpc.RpcError) as failed:

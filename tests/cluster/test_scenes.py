@@ -177,7 +177,7 @@ def respond(cluster: Cluster, name: str, *, is_stream: bool) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_next_one_is_served(
+def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_a_retry_is_served(
     cluster: Cluster,
 ) -> None:
     cluster.clients[0].conversation("broken").ask("hello", max_tokens=8)
@@ -201,7 +201,7 @@ def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_nex
 
 
 @pytest.mark.timeout(600)
-def test_a_stopped_daemons_conversations_are_served_by_another_within_its_lease_and_two_seconds(
+def test_conversations_of_a_stopped_daemon_are_served_within_its_lease_and_two_seconds(
     cluster: Cluster,
 ) -> None:
     """The stopped daemon still accepts connections. Clients that do not retry get answers (gRPC, HTTP)."""

@@ -49,7 +49,7 @@ def test_nobody_waiting_is_no_wait_whatever_was_before() -> None:
     assert admission.wait_seconds(load(), 120.0) == 0.0
 
 
-def test_the_wait_is_that_of_those_who_wait_now() -> None:
+def test_the_predicted_wait_counts_only_waiting_turns() -> None:
     admission = Admission(10, {}, now=0.0)
     for tenth in range(1, 200):
         admission.turn_admitted(0.0, tenth / 10)  # ten turns a second
@@ -205,7 +205,7 @@ def test_a_refusal_for_the_deadline_says_so(one_by_one: DaemonRig) -> None:
         turn.cancel()
 
 
-def test_nobody_is_refused_because_of_the_own_turn(one_by_one: DaemonRig) -> None:
+def test_a_retry_is_not_refused_because_of_its_own_turn(one_by_one: DaemonRig) -> None:
     """Attaching to a turn, or replaying its reply, begins no turn. So no limit applies."""
     rig = one_by_one
     for tenant in ("few", "slow"):
@@ -227,7 +227,7 @@ def test_nobody_is_refused_because_of_the_own_turn(one_by_one: DaemonRig) -> Non
     rig.daemon.draining = False
 
 
-def test_a_tenant_in_debt_may_still_hear_its_turn(one_by_one: DaemonRig) -> None:
+def test_a_tenant_in_debt_may_still_reattach_to_its_turn(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     live = begin(rig, "c", "r1", "slow")
     on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _nothing))
@@ -304,7 +304,9 @@ async def _begun(rig: DaemonRig, wanted: TurnRequest) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "deleted"])
-def test_who_leaves_early_pays_for_what_was_computed(one_by_one: DaemonRig, how: str) -> None:
+def test_a_client_that_leaves_early_pays_for_the_computed_tokens(
+    one_by_one: DaemonRig, how: str
+) -> None:
     rig = one_by_one
     live = begin(rig, "c", "r1", "slow")
     wait_for(lambda: live.num_tokens > 15)  # the tenant may use 10 at once, and then 1 a second
@@ -328,7 +330,7 @@ def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
 # -- a damaged history --
 
 
-def test_a_damaged_history_is_read_and_not_written_to(
+def test_a_damaged_history_can_be_read_but_not_changed(
     one_by_one: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, stub = one_by_one, one_by_one.stub

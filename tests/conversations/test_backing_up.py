@@ -102,7 +102,7 @@ def test_a_clean_stop_writes_the_last_turn_and_the_next_start_goes_on(tmp_path: 
     process.stop()
 
 
-def test_a_full_disk_of_the_backup_is_said_and_stops_nothing(
+def test_a_full_backup_disk_is_reported_and_stops_nothing(
     rig: DaemonRig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -49,7 +49,7 @@ def cancel(rig: DaemonRig, name: str, **fields: Any) -> tuple[bool, int]:
     return answer.was_running, answer.finish_reason
 
 
-def test_so_many_tokens_stay_as_the_client_has_taken(rig: DaemonRig) -> None:
+def test_exactly_the_tokens_that_the_client_took_are_kept(rig: DaemonRig) -> None:
     stream = begin(rig, "c", 10)
     stream.cancel()
     kept = cancel(rig, "c", request_id="r", keep_tokens=3)
@@ -61,7 +61,7 @@ def test_so_many_tokens_stay_as_the_client_has_taken(rig: DaemonRig) -> None:
     assert wrong_tokens(rig, "c") == 0
 
 
-def test_the_usage_of_a_turn_that_was_cut_is_that_of_its_reply(rig: DaemonRig) -> None:
+def test_the_usage_of_a_cut_turn_counts_only_its_kept_reply(rig: DaemonRig) -> None:
     stream = begin(rig, "c", 10)
 
     async def look() -> Any:

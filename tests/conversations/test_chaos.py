@@ -65,7 +65,9 @@ async def healthy(address: str, name: str) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_path: Path) -> None:
+def test_healthy_streams_are_complete_despite_abandoned_stalled_and_slow_streams(
+    tmp_path: Path,
+) -> None:
     process = ServeProcess(
         tmp_path / "data",
         *("--turns-max", "512"),

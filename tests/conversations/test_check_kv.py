@@ -37,7 +37,7 @@ def swap_out(runtime: Runtime, conversation_id: str) -> int:
 
 
 @pytest.mark.parametrize("how_many", [1, 3])
-def test_a_page_that_has_changed_on_the_host_is_computed_again(
+def test_a_changed_page_of_the_host_tier_is_recomputed(
     tmp_path: Path, how_many: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_model(tmp_path / "model", QWEN_2_5)

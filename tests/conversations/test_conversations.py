@@ -48,7 +48,7 @@ def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> 
     assert list(reply.token_ids or ()) == live.reply.token_ids
 
 
-def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime) -> None:
+def test_a_revision_that_was_stale_when_it_was_checked_stays_stale(runtime: Runtime) -> None:
     """A draft of one log must not begin on another log, even if the client expected that revision."""
     conversations = runtime.conversations
     conversations.create("moved")

@@ -139,7 +139,7 @@ def test_a_cancelled_turn_keeps_what_was_delivered(slow: DaemonRig) -> None:
     assert wrong_tokens(slow, "cancel") == 0
 
 
-def test_a_client_that_leaves_for_good_leaves_no_trace(slow: DaemonRig) -> None:
+def test_a_client_that_disconnects_for_good_leaves_no_trace(slow: DaemonRig) -> None:
     running = slow.send("gone", "hello", sampling=LONG)
     next(running)
     running.cancel()
@@ -176,7 +176,7 @@ def test_an_interrupted_turn_runs_again_under_its_request_id(slow: DaemonRig) ->
     assert wrong_tokens(slow, "again") == 0
 
 
-def test_an_engine_that_is_killed_costs_recompute_and_nothing_else(slow: DaemonRig) -> None:
+def test_a_killed_engine_costs_only_recompute(slow: DaemonRig) -> None:
     slow.ask("killed", "one", sampling=pb.Sampling(max_tokens=40, ignore_eos=True))
     sampling = pb.Sampling(max_tokens=300, ignore_eos=True)
     running = slow.send("killed", "two", request_id="r2", sampling=sampling)
@@ -274,7 +274,7 @@ def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
         ({"request_id": "with a space"}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_its_reason(
+def test_impossible_requests_are_refused_with_the_reason(
     rig: DaemonRig, fields: dict[str, object], code: str, reason: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
@@ -290,7 +290,7 @@ def test_ids_that_could_not_exist_do_not(rig: DaemonRig) -> None:
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_message_that_cannot_fit_leaves_the_conversation_unharmed(rig: DaemonRig) -> None:
+def test_a_message_that_cannot_fit_does_not_change_the_conversation(rig: DaemonRig) -> None:
     rig.ask("full", "hello")
     for text, code in (("x " * 150_000, "OUT_OF_RANGE"), ("x" * 3_000_000, "INVALID_ARGUMENT")):
         with pytest.raises(grpc.RpcError) as error:
@@ -351,7 +351,7 @@ def test_two_first_messages_at_once_make_one_conversation(rig: DaemonRig) -> Non
     assert wrong_tokens(rig, "race") == 0
 
 
-def test_too_many_turns_are_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
+def test_too_many_turns_are_refused_with_a_retry_time(tmp_path: Path) -> None:
     config = DaemonConfig(live_turns_max=2, grace_seconds=0.1)
     with DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.005")) as rig:
         running = [rig.send(f"c{i}", "hello", sampling=LONG) for i in range(2)]
@@ -367,7 +367,7 @@ def test_too_many_turns_are_refused_with_a_time_to_come_back(tmp_path: Path) -> 
         assert rig.ask("c3", "now?").completed.revision == 1
 
 
-def test_draining_takes_no_new_turn_and_finishes_the_running_ones(tmp_path: Path) -> None:
+def test_draining_refuses_new_turns_and_finishes_running_turns(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         running = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=100, ignore_eos=True))
         next(running)

@@ -51,7 +51,7 @@ def pending(rig: DaemonRig) -> float:
     return float(rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats.more["erasure_pending"])
 
 
-def test_a_deletion_waits_for_a_reader_and_nobody_waits_for_the_deletion(tmp_path: Path) -> None:
+def test_a_deletion_waits_for_a_reader_and_blocks_no_other_call(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):

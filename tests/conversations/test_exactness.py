@@ -57,7 +57,7 @@ FIRED = (
         (LLAMA_3, "llama-gqa", "value", 8, 2),  # depth 2: iterations are launched one ahead
     ],
 )
-def test_every_reply_is_what_plain_transformers_would_have_said(
+def test_every_reply_is_the_reply_of_plain_transformers(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int, depth: int
 ) -> None:
     shape = {"policy": policy, "chunk_tokens": str(chunk_tokens)}
@@ -203,7 +203,7 @@ class PrefixCrowd(Crowd):
         (QWEN_2_5, "llama-gqa", "return", 32),  # page size of the compiled kernels
     ],
 )
-def test_every_reply_under_a_prefix_is_what_plain_transformers_would_have_said(
+def test_every_reply_under_a_prefix_is_the_reply_of_plain_transformers(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int
 ) -> None:
     """Prefixes are swapped, dropped, warmed, recomputed by one of their holders, and declared again.

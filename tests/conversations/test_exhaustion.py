@@ -36,7 +36,7 @@ def num_descriptors(pid: int) -> int:
 
 @pytest.mark.executed  # inspecting a process of the fork server would need a descriptor
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process")
-def test_an_engine_starts_again_though_connections_have_all_descriptors(tmp_path: Path) -> None:
+def test_the_engine_restarts_although_connections_use_all_descriptors(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data")
     address = process.start()
     pid = process.process.pid
@@ -76,7 +76,7 @@ def test_an_engine_starts_again_when_there_are_descriptors_again(
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
 
 
-def test_descriptors_are_held_in_reserve_and_given_back() -> None:
+def test_descriptors_are_reserved_and_released() -> None:
     before = set(os.listdir("/proc/self/fd"))
     spare = SpareDescriptors(4)
     spare.take()
@@ -89,7 +89,7 @@ def test_descriptors_are_held_in_reserve_and_given_back() -> None:
 # -- an engine that reads nothing --
 
 
-def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
+def test_messages_that_wait_for_a_stopped_engine_are_limited(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", config=NEVER_HUNG) as rig:
         rig.ask("c", "hello", sampling=SHORT)
         engine = rig.daemon.engine
@@ -120,7 +120,7 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
 # -- an engine that gets more messages than its mailbox can hold --
 
 
-def test_more_messages_than_the_mailbox_takes_end_no_engine(tmp_path: Path) -> None:
+def test_more_messages_than_fit_into_the_mailbox_do_not_end_the_engine(tmp_path: Path) -> None:
     program = (sys.executable, "-m", "tests.conversations.faulty_engine", "nowhere", "50")
     with DaemonRig(tmp_path / "data", program=program, config=NEVER_HUNG) as rig:
         rig.ask("c", "hello", sampling=SHORT)

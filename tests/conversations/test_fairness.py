@@ -75,7 +75,7 @@ def _refuse(i: int) -> None:
     raise InvalidArgument("i", f"number {i}")
 
 
-def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
+def test_a_refusal_leaves_no_garbage_for_a_full_collection() -> None:
     """Full collections are rare here (gc_pause.py), and an error's frames keep its large arguments alive."""
     errors: list[weakref.ref[InvalidArgument]] = []
 
@@ -155,7 +155,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-def test_reading_waits_for_nobody_who_writes(rig: DaemonRig) -> None:
+def test_reads_do_not_wait_for_writes(rig: DaemonRig) -> None:
     rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
     with stopped_store(rig):
         stub, seconds = rig.stub, 20.0
@@ -226,7 +226,7 @@ def old_history_being_tokenized(
             gate.set()
 
 
-def test_a_history_of_another_tokenizer_keeps_nobody_else_waiting(
+def test_retokenizing_a_history_blocks_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with old_history_being_tokenized(tmp_path, monkeypatch) as (rig, answer):

@@ -176,7 +176,7 @@ def test_what_the_operator_must_look_at_is_among_the_figures(
         assert words in shown, shown
 
 
-def test_a_client_that_leaves_while_it_is_written_to_is_no_failure_of_ours(
+def test_a_client_that_disconnects_during_a_write_is_not_counted_as_an_error(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = CountedContext.write

@@ -84,7 +84,7 @@ def is_serving(door: HttpRig) -> bool:
     return bool(answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING)
 
 
-def test_a_full_disk_is_told_and_over_when_there_is_room_again(
+def test_a_full_disk_is_reported_until_space_is_available(
     door: HttpRig, fill: Callable[[bool], None]
 ) -> None:
     rig = door.rig

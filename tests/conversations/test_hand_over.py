@@ -138,7 +138,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
 
 
-def test_a_conversation_that_moves_takes_its_kv_along(two: Two) -> None:
+def test_a_moved_conversation_takes_its_kv_along(two: Two) -> None:
     name = two.next()
     pulled = two.pull(name)
     history = len(two.log_of(name)) - 1

@@ -17,7 +17,7 @@ def ticks_until_it_hangs(heartbeat: Heartbeat, num_rounds: int | None = None) ->
     raise AssertionError("it is never held to hang")
 
 
-def test_silence_is_a_hang_after_so_many_seconds_of_the_services_own() -> None:
+def test_silence_is_a_hang_after_enough_seconds_of_the_running_service() -> None:
     heartbeat = Heartbeat(PATIENCE)
     assert ticks_until_it_hangs(heartbeat) == 31
     for noise in (heartbeat.published, lambda: heartbeat.alive(1)):

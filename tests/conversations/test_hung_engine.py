@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 # -- an engine that hangs --
 
 
-def test_an_engine_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_a_stopped_engine_is_killed_and_restarted(tmp_path: Path) -> None:
     config = DaemonConfig(grace_seconds=30.0, heartbeat_seconds=3.0)
     with DaemonRig(tmp_path / "data", program=SLOW, config=config) as rig:
         with Client(rig.server.address) as client:
@@ -69,7 +69,7 @@ def test_an_engine_whose_main_thread_hangs_is_killed_and_started_again(tmp_path:
         assert rig.daemon.engine.num_restarts == 1
 
 
-def test_an_iteration_that_takes_longer_than_a_heartbeat_is_left_alone(tmp_path: Path) -> None:
+def test_an_iteration_longer_than_a_heartbeat_is_not_a_hang(tmp_path: Path) -> None:
     config = DaemonConfig(heartbeat_seconds=2.0)
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=5"), config=config) as rig:
         one = pb.Sampling(max_tokens=1, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_an_iteration_that_takes_longer_than_a_heartbeat_is_left_alone(tmp_path:
         assert rig.daemon.engine.num_restarts == 0
 
 
-def test_an_idle_engine_is_left_alone(tmp_path: Path) -> None:
+def test_an_idle_engine_is_not_killed(tmp_path: Path) -> None:
     config = DaemonConfig(heartbeat_seconds=2.0, iteration_seconds_max=2.0)
     with DaemonRig(tmp_path / "data", config=config) as rig:
         time.sleep(5.0)
@@ -176,7 +176,7 @@ def wrong(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["engine_down", "engine_up", "_reap"])
-def test_a_supervisor_that_fails_ends_the_service(
+def test_a_failed_supervisor_ends_the_service(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -196,7 +196,7 @@ def test_a_supervisor_that_fails_ends_the_service(
         said(events)
 
 
-def test_an_unforeseen_failure_of_a_start_is_tried_again(
+def test_an_engine_start_that_fails_unexpectedly_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):

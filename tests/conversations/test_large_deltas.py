@@ -36,7 +36,7 @@ def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:
     ],
     ids=["many logprobs", "long words", "huge words"],
 )
-def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTurn) -> None:
+def test_a_late_reader_gets_everything_in_messages_within_the_size_limit(live: LiveTurn) -> None:
     token_ids: list[int] = []
     texts: list[str] = []
     logprobs: list[tuple[float, int]] = []

@@ -82,7 +82,7 @@ def rss_bytes(pid: int) -> int:
     raise AssertionError("no VmRSS")
 
 
-def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> None:
+def test_ten_times_the_load_does_not_slow_accepted_turns(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",
         *("--turns-max", str(CARRIED)),

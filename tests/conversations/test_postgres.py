@@ -66,7 +66,7 @@ def test_ctrl_c_ends_a_daemon_that_waits_for_its_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.executed  # /proc shows the fork server's environment for forked processes
-def test_a_conversation_goes_on_after_either_process_was_killed(
+def test_a_conversation_continues_after_either_process_was_killed(
     tmp_path: Path,
     server: PostgresServer,
     capsys: pytest.CaptureFixture[str],

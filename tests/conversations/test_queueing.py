@@ -62,7 +62,7 @@ def test_a_higher_priority_passes_those_that_wait_and_not_what_has_begun() -> No
     assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(2, 5.5)
 
 
-def test_a_tenant_that_floods_is_ahead_of_itself_alone() -> None:
+def test_a_flooding_tenant_delays_only_its_own_turns() -> None:
     flood = [turn("noisy", 2.0) for _ in range(1000)]
     assert ahead_of(flood, "noisy", 1.0, 0) == WorkAhead(1000, 2000.0)
     assert ahead_of(flood, "quiet", 1.0, 0) == WorkAhead(0, 0.0)

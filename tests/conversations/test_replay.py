@@ -87,7 +87,7 @@ def ended_turn() -> records.StoredTurn:
     )
 
 
-def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_gets_the_same_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logprobs are packed in a thread that delays no turn. The history does not include them."""
     packed_in = []
 
@@ -124,7 +124,7 @@ def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.M
     assert packed_in[0].startswith("text")
 
 
-def test_the_parts_of_a_reply_come_again_over_the_wire(
+def test_a_retry_gets_the_same_parts_of_the_reply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "PartMarker", lambda tokenizer, prompt_end: Parts(tokenizer))
@@ -197,7 +197,7 @@ def test_other_defaults_make_no_other_request(
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_request_id_is_forgotten_when_its_time_is_over(tmp_path: Path) -> None:
+def test_a_request_id_is_forgotten_after_its_retention_time(tmp_path: Path) -> None:
     """The request then starts a new turn. A request id within its time is still replayed."""
     short = {"sampling": pb.Sampling(max_tokens=4, ignore_eos=True)}
     with DaemonRig(tmp_path / "data") as rig:

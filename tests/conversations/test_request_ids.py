@@ -57,7 +57,7 @@ def store_jobs(rig: DaemonRig) -> int:
     return rig.daemon.threads.store_waiting.num_jobs - rig.daemon.store.num_lanes
 
 
-def test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversation(
+def test_a_request_id_can_be_reused_while_its_turn_ends_in_a_deleted_conversation(
     tmp_path: Path,
 ) -> None:
     """Before the fix, the first turn's end removed the entry of the second, whose end stopped the service."""
@@ -85,7 +85,7 @@ def test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversa
         assert say(rig, "second words").started.replayed
 
 
-def test_who_says_the_same_again_waits_for_the_first_call(tmp_path: Path) -> None:
+def test_a_repeated_request_waits_for_the_first_call(tmp_path: Path) -> None:
     """Before the fix, a turn whose text was being tokenized blocked its own client's retry."""
     with TokensRig(tmp_path, {"a": {"turns_max": 1}}) as rig, ThreadPoolExecutor(2) as pool:
         request = pb.SendMessageRequest(
@@ -183,7 +183,7 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
         assert said(stream).completed.revision == 1
 
 
-def test_what_a_tenants_requests_hold_while_they_wait_is_bounded(tmp_path: Path) -> None:
+def test_waiting_requests_of_a_tenant_use_limited_memory(tmp_path: Path) -> None:
     """Above the limit, requests are not received. Requests of disconnected clients are not tokenized."""
     with DaemonRig(tmp_path / "data") as rig:
         incoming = rig.server.guard.incoming

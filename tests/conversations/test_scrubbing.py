@@ -29,7 +29,7 @@ def damage_a_cold_page(data: Path) -> None:
     database.write_bytes(content)
 
 
-def test_damage_of_a_cold_conversation_is_found_and_changes_are_refused(
+def test_damage_in_an_idle_conversation_is_found_and_changes_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:

@@ -23,7 +23,7 @@ def takes_long(conn: Any, *arguments: object) -> Any:
     return conn.execute(LONG).fetchone()
 
 
-def test_it_ends_with_unavailable_and_the_next_call_is_answered(
+def test_a_slow_statement_ends_with_unavailable_and_the_next_call_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One statement runs in the store thread, and another statement in the read thread."""

@@ -22,7 +22,7 @@ WINDOW = 300  # bytes
 WATCH = "/pensieve.v1.AdminService/WatchStats"
 
 
-def test_a_reader_that_takes_nothing_is_cancelled_though_it_answers_pings(
+def test_a_stalled_reader_is_cancelled_although_it_answers_pings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -47,7 +47,7 @@ def test_a_reader_that_takes_nothing_is_cancelled_though_it_answers_pings(
         assert rig.ask("stalled", "hello", sampling=small).completed.revision == 1
 
 
-def test_a_watcher_that_takes_nothing_is_dropped(tmp_path: Path) -> None:
+def test_a_stalled_watcher_is_dropped(tmp_path: Path) -> None:
     socket = tmp_path / "data" / "admin.sock"
     with (
         DaemonRig(tmp_path / "data", config=IMPATIENT) as rig,

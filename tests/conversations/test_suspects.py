@@ -75,7 +75,7 @@ def test_a_turn_beside_one_that_kills_the_engine_is_answered(seed: int, tmp_path
         assert [len(reply.token_ids) for reply in replies] == [1500] * 4
 
 
-def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path: Path) -> None:
+def test_a_turn_that_arrives_after_the_engine_failed_is_not_suspect(tmp_path: Path) -> None:
     """The engine has ended its turns and reads no more, but the daemon has not noticed its end yet."""
     slow = (*ECHO, "--seconds=0.02")
     with DaemonRig(tmp_path / "data", program=slow) as rig, Client(rig.server.address) as client:

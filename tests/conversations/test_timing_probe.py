@@ -109,7 +109,7 @@ def test_the_measure_tells_a_coin_from_certainty() -> None:
     assert auc([1, 3], [2, 2]) == 0.5
 
 
-def test_a_guessed_text_is_the_work_of_any_other(tmp_path: Path) -> None:
+def test_a_correctly_guessed_text_takes_the_same_work_as_any_text(tmp_path: Path) -> None:
     with tenants(tmp_path, ECHO) as (rig, victim, guesser):
         told, untold = texts("p", 24), texts("q", 24)
         for prefix_id, text in told.items():

@@ -46,7 +46,7 @@ def flooded(rig: TokensRig) -> list[Any]:
     return calls
 
 
-def test_a_tenant_that_floods_is_refused_and_the_others_are_not(rig: TokensRig) -> None:
+def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
     calls = flooded(rig)
     with pytest.raises(grpc.RpcError) as error:
         said(rig.begin("noisy", "n9", SHORT))

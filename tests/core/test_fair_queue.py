@@ -22,7 +22,7 @@ def admitted(turns: list[Turn]) -> list[Turn]:
     return sorted(known, key=lambda turn: (turn.usage.admitted_at, turn.attempt_id))
 
 
-def test_a_flood_delays_another_share_by_one_turn() -> None:
+def test_a_flood_delays_other_shares_by_at_most_one_turn() -> None:
     stage = one_by_one()
     flood = [stage.ask(f"flood{i}", 4, 2, share="flood") for i in range(200)]
     for _ in range(30):
@@ -117,7 +117,7 @@ def test_a_weight_that_changes_holds_from_the_next_turn_on() -> None:
     assert len(admitted(light)) - before <= 5
 
 
-def test_a_long_prompt_holds_up_its_own_share_alone() -> None:
+def test_a_long_prompt_delays_only_its_own_share() -> None:
     """Without shares, the long prompt delayed all turns for as many iterations as it took."""
     stage = Stage(400, 0, batch_tokens_max=16, turns_max=8)
     long = stage.ask("long", 1000, 2, share="noisy")

@@ -230,7 +230,7 @@ def test_a_prefix_that_they_share_is_free_when_all_of_them_have_given_way() -> N
 # -- between shares --
 
 
-def test_a_share_that_holds_everything_gives_back_a_part() -> None:
+def test_a_share_that_holds_all_pages_gives_up_a_part() -> None:
     """96 pages for three shares, about 32 each. The late shares get pages before any turn ends."""
     stage = Stage(96, 1000, batch_tokens_max=64, turns_max=64, late=0.0)
     for number in range(40):
@@ -321,7 +321,7 @@ def test_who_generated_while_another_did_not_wait_is_not_passed_by_its_flood() -
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_flood_at_the_highest_priority_leaves_others_their_share(seed: int) -> None:
+def test_a_flood_at_the_highest_priority_leaves_other_tenants_their_share(seed: int) -> None:
     """The P99 time to first token is at most 1.1 times the P99 of runs alone on a third of the machine."""
     beside = first_tokens(seed, flood=1100)
     alone = first_tokens(seed, 3, "a") + first_tokens(seed, 3, "b")

@@ -24,7 +24,7 @@ def tokens_of(stage: Stage, turn: Turn) -> int:
     )
 
 
-def test_the_shortest_remaining_goes_first_and_the_first_that_came_goes_on() -> None:
+def test_the_shortest_prompt_goes_first_and_the_oldest_prompt_keeps_progressing() -> None:
     stage = stage_of_prompts()
     long = stage.ask("long", 1000, 2)
     stage.next()

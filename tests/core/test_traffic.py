@@ -258,7 +258,7 @@ def test_every_reply_is_right_in_any_world(first: int) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_reply_is_right_whatever_happens(name: str) -> None:
+def test_every_reply_is_correct_in_random_traffic(name: str) -> None:
     total = traffic(name, range(SEEDS))
     never = sorted(each for each in must_happen(SHAPES[name]) if not total[each])
     assert not never, f"never happened: {never} in {dict(total)}"

@@ -18,7 +18,7 @@ def test_cancelling_in_the_queue_keeps_what_the_log_keeps() -> None:
     assert stage.scheduler.num_turns == 0
 
 
-def test_cancelling_keeps_as_many_tokens_as_the_reader_has_seen() -> None:
+def test_cancelling_keeps_exactly_the_tokens_that_the_reader_has_seen() -> None:
     stage = Stage(8, 0)
     turn = stage.ask("a", 4, 10)
     for _ in range(4):

@@ -268,7 +268,7 @@ def test_a_page_that_changed_on_the_host_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("where", ["first byte", "last byte", "length", "log"])
-def test_bytes_that_are_not_what_was_sent_are_not_adopted(where: str) -> None:
+def test_bytes_that_changed_on_the_way_are_not_adopted(where: str) -> None:
     source, target = Side(), Side()
     log = source.say("a", [], list(range(1, 15)))
     (part,) = exported(source, "a", len(log), 99 * SIZE * SLOT.size)

@@ -137,7 +137,7 @@ class FullDisk(io.StringIO):
 
 
 @pytest.mark.parametrize("num_lines", [0, 1, 7])
-def test_a_journal_that_cannot_be_written_is_given_up_and_turns_go_on(
+def test_turns_continue_without_a_journal_that_cannot_be_written(
     num_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = FullDisk(num_lines)

@@ -190,7 +190,7 @@ def one_of_three(writer: gguf.GGUFWriter) -> None:
         (one_of_three, "one of 3 parts. Join them with llama-gguf-split --merge"),
     ],
 )
-def test_what_cannot_be_exact_is_refused_with_the_reason(
+def test_a_file_that_cannot_be_exact_is_refused_with_the_reason(
     change: Any, reason: str, tmp_path: Path
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", change=change)

@@ -136,7 +136,7 @@ def test_the_folder_is_one_that_the_service_reads(tmp_path: Path) -> None:
     ("rule", "said"),
     [("poro-chat", "the rule 'poro-chat'"), (None, "a rule that it does not name")],
 )
-def test_a_rule_that_is_not_known_is_refused(rule: str | None, said: str, tmp_path: Path) -> None:
+def test_an_unknown_rule_is_refused(rule: str | None, said: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", rule=rule)
     with pytest.raises(UnsupportedModel, match=f"cuts text by {said}. Known rules: gpt-2, smollm"):
         tokenizer_of(Header(tmp_path / "tiny.gguf"))

@@ -112,7 +112,7 @@ class FullDisk:
         return os.write(file, text[: len(text) // 2] if self.is_short else text)
 
 
-def test_a_full_disk_is_reported_once_and_what_is_lost_is_counted(
+def test_a_full_disk_is_reported_once_and_lost_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk, path = FullDisk(), tmp_path / "audit.jsonl"
@@ -139,9 +139,7 @@ def test_a_full_disk_is_reported_once_and_what_is_lost_is_counted(
     assert sum("can be written again; 20 lines" in each.message for each in caplog.records) == 1
 
 
-def test_a_disk_that_stands_still_keeps_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_disk_delays_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "LINES_MAX", 50)
     gate, path, append = threading.Event(), tmp_path / "audit.jsonl", AuditLog._append
 

@@ -38,7 +38,7 @@ def test_the_machine_itself_may_connect_without_tls_or_tokens(address: str) -> N
         *("0.0.0.0:1", "[::]:1", "10.0.0.1:1", "[2001:db8::1]:1", "127.1:1", "localhos:1"),
     ],
 )
-def test_everybody_elses_address_needs_tls_and_tokens(address: str) -> None:
+def test_an_address_reachable_from_other_machines_needs_tls_and_tokens(address: str) -> None:
     with pytest.raises(ConfigError, match="is reachable from other machines"):
         check_exposure(Listening(address))
     check_exposure(Listening(address, insecure=True))
@@ -57,7 +57,9 @@ def test_everybody_elses_address_needs_tls_and_tokens(address: str) -> None:
         *("127.0.0.1", "127.0.0.1:-1", "127.0.0.1:99999", "127.0.0.1:٣", ":1", "a b:1", "[unix]:1"),
     ],
 )
-def test_what_is_no_host_is_no_address_even_if_it_is_insecure(address: str, insecure: bool) -> None:
+def test_an_address_without_a_host_is_refused_even_with_insecure(
+    address: str, insecure: bool
+) -> None:
     """A peer on a UNIX socket counts as the operator. So only the socket of the data folder is allowed."""
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
         check_exposure(Listening(address, insecure=insecure))
@@ -80,7 +82,7 @@ def test_half_of_tls_is_refused_and_not_ignored(given: dict[str, Any], insecure:
         *(errors.ConfigError, errors.ModelError, errors.DeviceError, errors.AddressInUse),
     ],
 )
-def test_an_error_of_the_machine_names_no_file_to_a_client(kind: type[Any]) -> None:
+def test_clients_see_no_file_names_in_errors_of_the_machine(kind: type[Any]) -> None:
     error = kind("the history /var/lib/pensieve/history.db: disk I/O error")
     status = translate.status(error)
     assert "/var" not in client_text(error)

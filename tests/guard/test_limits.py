@@ -36,7 +36,7 @@ def test_tokens_are_saved_up_for_ten_seconds_and_debts_are_waited_for() -> None:
     assert allowance.exceeded(0, 1000.0) is not None
 
 
-def test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits() -> None:
+def test_refusals_of_a_tenant_over_its_limits_are_rate_limited_after_a_burst() -> None:
     allowance = Allowance(Limits(turns_max=1, tokens_per_second=5.0), 0.0)
     full, missing = allowance.exceeded(1, 0.0), NotFound("conversation c does not exist")
     assert full is not None

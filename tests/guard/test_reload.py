@@ -76,7 +76,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     assert daemon.stop() == 0
 
 
-def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Guarded) -> None:
+def test_a_removed_token_is_refused_and_a_new_token_is_accepted(guarded: Guarded) -> None:
     second, entry = callers.new_token("b", admin=False)
     assert guarded.knows(guarded.first)
     assert not guarded.knows(second)
@@ -89,7 +89,7 @@ def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Gu
     "entries",
     ["", "[[token]]\nsha256 = 'abc", "two limits", "a = " + "[" * 20_000, "a = " + "9" * 5000],
 )
-def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
+def test_an_invalid_token_file_changes_nothing_and_is_reported(
     guarded: Guarded, entries: str
 ) -> None:
     if entries == "two limits":
@@ -103,7 +103,7 @@ def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
     wait_for(lambda: guarded.knows(second), 30)
 
 
-def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
+def test_a_token_file_that_was_briefly_unreadable_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds even if the file did not change: the machine failed, or the file was being replaced."""
@@ -184,9 +184,7 @@ def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
         assert rig.server.stopping.is_set()
 
 
-def test_who_connects_is_shown_the_certificate_of_the_moment(
-    guarded: Guarded, tmp_path: Path
-) -> None:
+def test_new_connections_get_the_current_certificate(guarded: Guarded, tmp_path: Path) -> None:
     before = guarded.certificate()
     assert guarded.certificate() == before
     shutil.copy(CERTS / "client.pem", guarded.cert)  # for a moment, the key does not match

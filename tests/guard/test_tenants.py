@@ -159,7 +159,7 @@ def refused(limit: str) -> Iterator[None]:
 # -- storage --
 
 
-def test_a_tenant_at_its_storage_limit_may_delete_and_read_and_nothing_that_stores(
+def test_a_tenant_at_its_storage_limit_may_delete_and_read_but_not_store(
     tmp_path: Path,
 ) -> None:
     with TokensRig(tmp_path, {"a": {"storage_bytes": 20_000}, "b": {}}) as rig:
@@ -201,7 +201,7 @@ def test_a_reply_that_was_stored_is_repeated_and_a_turn_that_runs_is_stored_abov
 # -- tokens --
 
 
-def test_what_changes_the_history_is_paid_for_and_a_tenant_in_debt_may_read_and_delete(
+def test_changes_of_the_history_are_charged_and_a_tenant_in_debt_may_read_and_delete(
     tmp_path: Path,
 ) -> None:
     """Otherwise a limited tenant could make others wait while its texts are tokenized."""
@@ -227,7 +227,7 @@ def test_what_changes_the_history_is_paid_for_and_a_tenant_in_debt_may_read_and_
         client.conversation("c").delete()
 
 
-def test_a_text_that_is_tokenized_and_does_not_fit_is_paid_for(tmp_path: Path) -> None:
+def test_a_text_that_does_not_fit_is_charged_because_it_was_tokenized(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {"tokens_per_second": 1}}) as rig, rig.client("a") as client:
         charged = rig.charged()
         text = "a b c d e f g " * (rig.daemon.context_max // 5)
@@ -239,7 +239,7 @@ def test_a_text_that_is_tokenized_and_does_not_fit_is_paid_for(tmp_path: Path) -
 # -- requests and calls --
 
 
-def test_requests_are_counted_whatever_they_ask(tmp_path: Path) -> None:
+def test_requests_of_all_kinds_are_counted(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {"requests_per_second": 0.5}, "b": {}}) as rig:
         with rig.client("a") as client:
             for number in range(5):  # 10 requests in all, more than may be saved up
@@ -408,7 +408,7 @@ def answers_nobody_takes(rig: TokensRig, tenant: str, peers: contextlib.ExitStac
     return peer
 
 
-def test_what_a_tenants_clients_do_not_read_is_bounded(tmp_path: Path) -> None:
+def test_unread_responses_of_a_tenant_are_limited(tmp_path: Path) -> None:
     limits = {"a": {"unread_bytes": 400_000}, "b": {}}
     with TokensRig(tmp_path, limits) as rig, contextlib.ExitStack() as peers:
         for tenant in limits:
@@ -454,7 +454,7 @@ class Stream:
         self.num_written += 1
 
 
-def test_a_piece_of_a_stream_waits_for_room_and_a_large_one_alone_goes() -> None:
+def test_a_stream_chunk_waits_for_room_but_a_large_chunk_is_sent_alone() -> None:
     async def run() -> None:
         guard = Guard(allowances=Allowances({"": Limits(unread_bytes=1000)}, 0.0))
         allowance = guard.allowance("")
@@ -528,7 +528,7 @@ def order_of_admission(
         return admitted[1:]
 
 
-def test_a_flood_pushes_nobody_behind_its_backlog(tmp_path: Path) -> None:
+def test_a_flood_does_not_put_other_tenants_behind_its_backlog(tmp_path: Path) -> None:
     admitted = order_of_admission(
         tmp_path, {"flood": {}, "mine": {}}, [*["flood"] * 50, *["mine"] * 3]
     )
@@ -581,7 +581,7 @@ def test_a_flood_leaves_others_room_to_begin() -> None:
 # -- limits that change --
 
 
-def test_limits_that_change_hold_at_once_also_for_a_tenant_with_running_turns(
+def test_changed_limits_apply_at_once_also_to_running_turns(
     tmp_path: Path,
 ) -> None:
     slow = (*ECHO, "--seconds=0.01")

@@ -73,7 +73,7 @@ def killed_after(folder: Path, life: int, num_said: int, seconds: float) -> list
     return [each.strip() for each in said]
 
 
-def test_no_acknowledged_answer_is_lost_and_none_is_given_twice(tmp_path: Path) -> None:
+def test_no_acknowledged_answer_is_lost_or_duplicated(tmp_path: Path) -> None:
     rng = random.Random(5)
     acknowledged: dict[int, int] = {}  # line -> process run that answered it
     was_sent = False
@@ -110,7 +110,7 @@ KILLED_AT = {
 
 
 @pytest.mark.parametrize("state", KILLED_AT)
-def test_what_a_kill_leaves_of_each_state(tmp_path: Path, state: str) -> None:
+def test_a_kill_in_any_state_leaves_a_valid_job_or_none(tmp_path: Path, state: str) -> None:
     child = (
         "import os, sys; from pathlib import Path; from pensieve.jobs.job_records import *;"
         "from pensieve.jobs.job_store import JobStore; from tests.jobs.stored_jobs import *;"

@@ -161,7 +161,7 @@ print(store.answer(OTHER, [answer(1)]).num_answered)
 """
 
 
-def test_a_disk_that_is_full_refuses_the_answer_and_a_job_can_still_be_deleted(
+def test_a_full_disk_refuses_answers_but_jobs_can_still_be_deleted(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
@@ -177,7 +177,9 @@ def test_a_disk_that_is_full_refuses_the_answer_and_a_job_can_still_be_deleted(
     assert (other, left, after) == ("1", "['other']", "1")
 
 
-def test_a_flipped_bit_is_not_served_and_is_named_by_its_line(tmp_path: Path, driver: Any) -> None:
+def test_a_flipped_bit_is_not_served_and_the_error_names_its_line(
+    tmp_path: Path, driver: Any
+) -> None:
     with open_in(tmp_path, driver) as store:
         sent(store, text="plain")
         store.answer(KEY, [answer(1), answer(4)])

@@ -159,7 +159,7 @@ def test_a_list_has_the_jobs_of_all_daemons_in_one_order(both: Both) -> None:
         assert not rest.next_page_token
 
 
-def test_a_daemon_that_does_not_answer_is_left_out_of_a_list(
+def test_lists_omit_a_daemon_that_does_not_answer(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file_id = both.upload(ONE)
@@ -273,7 +273,9 @@ def one_more(folder: Path, name: str, **config: Any) -> DaemonRig:
     return DaemonRig(data, listening=listening, store=url, batch_jobs=JobsConfig(**config))
 
 
-def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_path: Path) -> None:
+def test_the_error_names_an_unreachable_daemon_and_its_jobs_return_with_the_daemon(
+    tmp_path: Path,
+) -> None:
     with one_more(tmp_path, "two") as two:
         with one_more(tmp_path, "one") as one:
             both = Both([one, two])

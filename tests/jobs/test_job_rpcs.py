@@ -218,7 +218,7 @@ def test_an_id_that_is_taken_is_refused_and_one_that_is_not_given_is_drawn(rig: 
     assert len(drawn) == 2
 
 
-def test_a_client_that_leaves_while_it_sends_leaves_no_job(rig: JobsRig) -> None:
+def test_an_interrupted_upload_leaves_no_job(rig: JobsRig) -> None:
     received = rig.jobs.num_chunks
     more = threading.Event()
 

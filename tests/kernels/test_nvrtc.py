@@ -206,7 +206,7 @@ def test_what_was_compiled_is_kept_and_found_again(own_cache: Path) -> None:
     assert len(others | {first}) == 4
 
 
-def test_a_damaged_file_is_not_used_but_made_again(own_cache: Path) -> None:
+def test_a_damaged_file_is_compiled_again(own_cache: Path) -> None:
     path = nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
     code = path.read_bytes()
     path.write_bytes(code[:-1] + bytes([code[-1] ^ 1]))

@@ -123,7 +123,7 @@ def test_after_an_unclean_stop_the_history_is_checked_first(
         raise AssertionError("it has started")
 
 
-def test_a_start_that_is_given_up_ends_the_daemon(tmp_path: Path) -> None:
+def test_an_interrupted_start_ends_the_daemon(tmp_path: Path) -> None:
     lines: list[str] = []
     stuck = (sys.executable, "-c", "import time; time.sleep(600)")
     daemon = EmbeddedDaemon(

@@ -98,7 +98,7 @@ def test_turns_can_be_left_out_alone(capfd: pytest.CaptureFixture[str]) -> None:
         assert "else" in err
 
 
-def test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent(
+def test_a_log_line_that_cannot_be_formatted_is_reported_and_blocks_no_other_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("pensieve")

@@ -81,7 +81,7 @@ def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
     assert (made_once("m", whole, nothing, nothing) / "config.json").read_text() == "{}"
 
 
-def test_what_a_killed_process_has_half_made_is_never_used(cache: Path) -> None:
+def test_a_partial_model_of_a_killed_process_is_never_used(cache: Path) -> None:
     with half_making():
         assert kept("m") is None
     assert list(cache.glob("m.partial-*/model.safetensors"))

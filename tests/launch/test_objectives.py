@@ -117,7 +117,9 @@ def test_a_model_that_was_measured_replies_as_before(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named(tmp_path: Path) -> None:
+def test_a_daemon_refuses_an_infeasible_objective_and_starts_with_the_suggested_one(
+    tmp_path: Path,
+) -> None:
     arguments = ("--data", str(tmp_path / "data"))
     ran = subprocess.run(
         [*(sys.executable, "-m", "pensieve", "serve", "--tbt", "0.01"), *arguments],

@@ -146,7 +146,7 @@ def talk_and_kill(found: Pair, *signals: signal.Signals) -> None:
     assert wrong == 0
 
 
-def test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong(tmp_path: Path) -> None:
+def test_a_killed_remote_rank_reconnects_and_no_token_is_wrong(tmp_path: Path) -> None:
     """The computing process there ends with the engine, and with the command that has started it."""
     with pair(tmp_path, "127.0.0.1") as found:
         talk_and_kill(found, signal.SIGKILL)
@@ -191,7 +191,7 @@ def other_network() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.full
-def test_a_rank_in_another_network_computes_what_one_here_would(
+def test_a_rank_in_another_network_computes_the_same_tokens(
     tmp_path: Path, other_network: tuple[str, ...]
 ) -> None:
     """The rank is killed, or stopped. A stopped rank counts as hanging, and is killed, too."""

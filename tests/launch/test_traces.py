@@ -154,7 +154,7 @@ def test_a_turn_that_fails_says_why_and_a_replay_is_no_turn(watched: Watched) ->
     wait_for(lambda: len(watched.spans) == 2)
 
 
-def test_an_exporter_that_fails_costs_no_turn(
+def test_a_failing_exporter_fails_no_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = Watched(tmp_path / "data")

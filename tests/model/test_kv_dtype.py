@@ -84,7 +84,7 @@ def test_replies_are_near_those_of_the_model(model: LoadedModel, folder_of: Fold
     assert gap <= 0.1 * float(logits.max() - logits.min())
 
 
-def test_a_turn_whose_keys_are_no_numbers_fails_alone(model: LoadedModel) -> None:
+def test_a_turn_with_nan_keys_fails_alone(model: LoadedModel) -> None:
     world = World(model, chunk_tokens=32)
     good, bad = world.turn(40), world.turn(40)
     world.step((good, 0, 40, True), (bad, 0, 40, True))
@@ -97,7 +97,7 @@ def test_a_turn_whose_keys_are_no_numbers_fails_alone(model: LoadedModel) -> Non
     assert [sample.attempt_id for sample in outcome.samples] == [good.attempt_id]
 
 
-def test_a_model_that_this_rounding_changes_too_much_is_refused(
+def test_a_model_that_rounding_changes_too_much_is_refused(
     folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = kv_format.quantised

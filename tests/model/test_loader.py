@@ -101,7 +101,7 @@ def test_a_window_longer_than_the_context_is_full_attention(tmp_path: Path) -> N
     ("family", "longest"),
     [("mistral-window", 200), ("qwen2-half-sliding", 64), ("llama4-chunks", 32), ("longrope", 64)],
 )
-def test_what_is_plain_up_to_some_length_is_served_up_to_it(
+def test_a_model_that_is_exact_only_up_to_a_length_is_served_up_to_that_length(
     family: str, longest: int, tmp_path: Path
 ) -> None:
     config, reason = REFUSED[family]
@@ -170,7 +170,7 @@ def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> No
         probe(FlatModel(model), fuse_layers=False)
 
 
-def test_a_weight_that_is_no_number_is_named(copied: Path) -> None:
+def test_the_error_names_a_weight_that_is_nan(copied: Path) -> None:
     path = copied / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     name = next(each for each in weights if "layers.1" in each and "q_proj" in each)

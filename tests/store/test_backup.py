@@ -217,7 +217,7 @@ def fails_with_no_space(*arguments: Any, **named: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", ["os.fsync", "pensieve.store.backup._write_newest"])
-def test_what_could_not_be_written_is_written_later(
+def test_the_next_backup_has_the_changes_of_a_failed_one(
     backing: Backing, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     create(backing.store, "tea")
@@ -342,7 +342,7 @@ def damage(path: Path, how: str) -> None:
     ("name", "turns_before"),
     [("00000003.segment", 4), ("00000002.segment", 3), ("base.db", 1), ("base.json", 1)],
 )
-def test_damage_is_named_and_restoring_stops_before_it_only_when_told(
+def test_damage_is_named_and_only_last_good_restores_the_moment_before(
     written: list[float], backing: Backing, how: str, name: str, turns_before: int
 ) -> None:
     damage(backing.folder / "generation-000002" / name, how)
@@ -381,9 +381,7 @@ def test_what_was_being_written_when_a_process_died_is_not_there(
     assert names == [f"generation-00000{number}" for number in (1, 2, 3)]
 
 
-def test_a_damaged_history_is_not_restored_as_if_it_were_sound(
-    written: list[float], backing: Backing
-) -> None:
+def test_a_damaged_history_is_not_restored(written: list[float], backing: Backing) -> None:
     with writer_of(backing.store).writing() as conn:
         conn.execute("UPDATE bodies SET crc = crc + 1 WHERE body = (SELECT max(body) FROM bodies)")
     backing.write()
@@ -458,7 +456,7 @@ def test_only_their_owner_may_read_the_files(written: list[float], backing: Back
     assert backing.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_history_is_replaced_only_when_told(backing: Backing, tmp_path: Path) -> None:
+def test_a_history_is_replaced_only_with_replace(backing: Backing, tmp_path: Path) -> None:
     world(backing.store)
     backing.write()
     data = tmp_path / "other"

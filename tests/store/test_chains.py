@@ -121,7 +121,7 @@ def test_a_rewind_takes_states_back_and_what_a_fork_has_stays(store: Conversatio
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_deletion_leaves_no_row_but_what_a_fork_has(store: ConversationStore) -> None:
+def test_deletion_leaves_only_the_rows_of_a_fork(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     say(store, "tea", "ab")

@@ -117,7 +117,7 @@ def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -
     assert left_behind < {name for name, _ in found}
 
 
-def test_a_place_that_has_a_history_is_left_as_it_is(tmp_path: Path, url: str) -> None:
+def test_a_target_that_has_a_history_is_not_changed(tmp_path: Path, url: str) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
         world(store)
@@ -145,7 +145,7 @@ def test_a_copy_replaces_the_salts_of_a_target_without_conversations(
         assert store.salt_of("acme") == salt
 
 
-def test_what_is_damaged_is_not_copied_in_part(tmp_path: Path, url: str) -> None:
+def test_a_damaged_history_is_not_partly_copied(tmp_path: Path, url: str) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
         world(store)

@@ -89,7 +89,7 @@ def one_life(
     return [(name, request_id, int(number)) for name, request_id, number in turns]
 
 
-def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
+def test_no_acknowledged_turn_is_lost_or_half_written(tmp_path: Path) -> None:
     campaign(tmp_path)
 
 
@@ -97,7 +97,9 @@ def test_nor_where_calls_share_a_commit(tmp_path: Path) -> None:
     campaign(tmp_path, num_threads=16)
 
 
-def test_nor_where_they_are_in_postgresql(tmp_path: Path, postgres: PostgresServer) -> None:
+def test_no_acknowledged_turn_is_lost_or_half_written_in_postgresql(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
     campaign(tmp_path, postgres.new_database())
 
 

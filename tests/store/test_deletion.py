@@ -34,7 +34,7 @@ def raw(store: ConversationStore) -> bytes:
     return b"".join((store.folder.path / name).read_bytes() for name in names)
 
 
-def test_nothing_of_a_deleted_conversation_is_on_the_disk(store: ConversationStore) -> None:
+def test_no_text_of_a_deleted_conversation_is_on_the_disk(store: ConversationStore) -> None:
     create(store, "other", user("keep", 1))
     store.create_conversation(
         NewConversation(

@@ -32,7 +32,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_learns_who_holds_the_folder(tmp_path: Path) -> None:
+def test_the_error_names_the_process_that_uses_the_folder(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -116,7 +116,7 @@ def test_a_holder_that_left_no_name_is_another_process(tmp_path: Path) -> None:
     folder.close(clean=True)
 
 
-def test_a_clean_stop_is_remembered_and_so_is_an_unclean_one(
+def test_clean_and_unclean_stops_are_recorded(
     open_store: Callable[..., ConversationStore],
 ) -> None:
     store = open_store()
@@ -175,7 +175,7 @@ def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> 
 
 
 @pytest.mark.parametrize("has_history", [False, True])
-def test_a_folder_that_was_open_to_others_is_closed_to_them(
+def test_the_daemon_removes_other_users_access_to_its_folder(
     tmp_path: Path, has_history: bool
 ) -> None:
     """systemd and `docker volume` create the folder with mode 0755."""
@@ -190,7 +190,7 @@ def test_a_folder_that_was_open_to_others_is_closed_to_them(
         assert not store.folder.is_open_to_others
 
 
-def test_a_folder_with_other_peoples_files_is_left_as_it_is_and_known_to_be_open(
+def test_a_folder_with_files_of_other_programs_is_not_changed_and_gets_a_warning(
     tmp_path: Path,
 ) -> None:
     """root with --data /tmp must not make /tmp private."""

@@ -38,7 +38,7 @@ def request_ids(store: ConversationStore, driver: Any) -> int:
         return count
 
 
-def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationStore) -> None:
+def test_an_old_request_counts_as_new_and_the_history_stays(store: ConversationStore) -> None:
     world(store)
     before = history(store)
     turn = store.find_turn("tea", "r1")
@@ -54,7 +54,7 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_logprobs_are_the_turns_alone_and_go_with_its_request(
+def test_logprobs_are_deleted_with_the_request_of_their_turn(
     store: ConversationStore, driver: Any
 ) -> None:
     """Logprobs are counted, moved by compaction, and wiped with the turn even if the history stays."""

@@ -118,7 +118,7 @@ def test_of_many_that_make_the_same_conversation_one_succeeds(store: Conversatio
     assert store.verify() == []
 
 
-def test_a_call_that_loses_a_race_is_made_again(
+def test_a_call_that_loses_a_race_is_retried(
     store: ConversationStore, elsewhere: Callable[[str], object]
 ) -> None:
     create(store, "tea")
@@ -153,7 +153,7 @@ def test_it_is_made_again_a_few_times_and_then_unavailable(
     assert store.verify() == []
 
 
-def test_a_turn_whose_end_loses_a_race_stays_live_and_is_ended_by_the_next_call(
+def test_a_turn_whose_end_loses_a_race_stays_live_until_the_next_call_ends_it(
     store: ConversationStore,
     elsewhere: Callable[[str], object],
     monkeypatch: pytest.MonkeyPatch,

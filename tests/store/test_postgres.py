@@ -131,7 +131,7 @@ def test_who_has_the_history_next_is_there_as_soon_as_the_one_before_has_gone(op
     assert list(opened("second").log("tea")) == [1]
 
 
-def test_who_has_lost_the_history_to_another_writes_no_more(
+def test_a_process_that_lost_the_history_stops_writing(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     """The process had opened the history exclusively. A shared one would lose only claimed conversations."""
@@ -184,7 +184,7 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     assert store.num_conversations() == 2
 
 
-def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_read(
+def test_reads_wait_for_commits_that_the_standby_does_not_have_yet(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     """An interrupted wait for a standby makes the commit visible, so the next session must wait again."""
@@ -265,7 +265,7 @@ if SCALE > 1:
 
 
 @pytest.mark.parametrize(("name", "after"), CASES)
-def test_an_operation_whose_session_is_lost_happens_or_does_not(
+def test_an_operation_whose_session_is_lost_has_its_whole_effect_or_none(
     tmp_path: Path,
     postgres: PostgresServer,
     name: str,
@@ -315,7 +315,7 @@ def test_an_operation_whose_session_is_lost_happens_or_does_not(
     assert point > 4
 
 
-def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(
+def test_an_end_that_was_committed_despite_an_error_is_not_doubled(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
@@ -436,7 +436,7 @@ def test_a_schema_of_another_program_is_refused(
         opened()
 
 
-def test_a_server_that_would_lose_what_it_acknowledged_is_refused(
+def test_a_server_that_would_lose_acknowledged_data_is_refused(
     opened: Open, postgres: PostgresServer
 ) -> None:
     def reload(statement: str, value: str) -> None:
@@ -453,7 +453,7 @@ def test_a_server_that_would_lose_what_it_acknowledged_is_refused(
         reload("ALTER SYSTEM RESET full_page_writes", "on")
 
 
-def test_a_session_is_durable_whatever_the_server_or_the_role_has_set(
+def test_sessions_are_durable_despite_settings_of_the_server_or_role(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     postgres.execute(f"ALTER DATABASE {name_of(url)} SET synchronous_commit = off")

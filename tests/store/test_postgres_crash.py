@@ -120,9 +120,7 @@ class Talker:
                 self.acknowledged.append((name, request_id, int(number)))
 
 
-def test_a_server_that_is_killed_loses_no_acknowledged_turn(
-    tmp_path: Path, server: PostgresServer
-) -> None:
+def test_a_killed_server_loses_no_acknowledged_turn(tmp_path: Path, server: PostgresServer) -> None:
     seed = 21
     drawn, url = random.Random(seed), server.new_database()
     talker = Talker(tmp_path / "data", url)
@@ -213,7 +211,7 @@ def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresS
         create(store, "new")  # the service would now refuse changes, but the store does not
 
 
-def test_a_daemon_that_starts_waits_for_a_server_that_is_away(
+def test_a_starting_daemon_waits_for_an_unreachable_server(
     tmp_path: Path, server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = server.new_database()
@@ -230,7 +228,7 @@ def test_a_daemon_that_starts_waits_for_a_server_that_is_away(
             assert store.num_conversations() == 1
 
 
-def test_a_server_that_refuses_a_daemon_is_not_waited_for(
+def test_a_refused_login_is_not_retried(
     tmp_path: Path, server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(StoreUnavailable, match="does not exist"):

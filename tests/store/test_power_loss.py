@@ -127,7 +127,7 @@ def losses(events: Sequence[Event], folder: Path, driver: Any, num_seeds: int) -
     return found
 
 
-def test_a_loss_of_power_loses_nothing_acknowledged(
+def test_a_power_loss_loses_no_acknowledged_turn(
     library: Path, tmp_path: Path, driver: Any
 ) -> None:
     events = record(library, tmp_path / "data", driver)
@@ -137,7 +137,7 @@ def test_a_loss_of_power_loses_nothing_acknowledged(
 
 
 @pytest.mark.parametrize("synchronous", ["NORMAL", "OFF"])
-def test_without_a_sync_at_each_commit_something_acknowledged_would_be_lost(
+def test_without_a_sync_at_each_commit_acknowledged_turns_would_be_lost(
     library: Path, tmp_path: Path, driver: Any, synchronous: str
 ) -> None:
     """This shows that the simulated power loss of the test above can lose data."""

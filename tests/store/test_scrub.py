@@ -61,7 +61,7 @@ def test_a_sound_history_has_no_problems(
     assert whole_pass(path, driver) == []
 
 
-def test_a_damaged_page_is_found_whichever_it_is(path: Path, driver: Any) -> None:
+def test_damage_of_any_page_is_found(path: Path, driver: Any) -> None:
     sound = path.read_bytes()
     conn = driver.connect(f"file:{path}?mode=ro", uri=True)
     (page_bytes,) = conn.execute("PRAGMA page_size").fetchone()

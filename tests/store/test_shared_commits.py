@@ -149,7 +149,7 @@ def test_a_call_that_is_alone_has_a_transaction_of_its_own(
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_a_call_that_fails_leaves_the_others(
+def test_a_failed_call_does_not_affect_the_other_calls(
     store: ConversationStore, recorder: Recorder, failing: int
 ) -> None:
     turns = begun(store, "tea", "cup")
@@ -216,7 +216,7 @@ def test_a_commit_that_fails_fails_all_and_nothing_is_remembered(
 
 @pytest.mark.parametrize("code", [FULL, IO_ERROR, BUSY])
 @pytest.mark.parametrize("failing", range(4))
-def test_where_the_database_fails_one_call_the_others_are_made_again(
+def test_if_the_database_fails_one_call_the_other_calls_are_retried(
     store: ConversationStore, recorder: Recorder, code: int, failing: int
 ) -> None:
     turns = begun(store, *(f"c{number}" for number in range(4)))

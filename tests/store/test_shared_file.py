@@ -464,7 +464,7 @@ def test_a_lock_that_was_lost_and_found_again_is_shared(
 # -- random actions --
 
 
-def test_in_a_random_world_nothing_is_lost_or_doubled(start: Start, path: Path) -> None:
+def test_random_faults_lose_or_double_no_turn(start: Start, path: Path) -> None:
     """Three daemons run turns in the same conversations, and are killed and stopped.
 
     Every acknowledged turn is in the log exactly once, in the order of its revision. All turns of an epoch

@@ -153,7 +153,7 @@ def through(proxy: Proxy, url: str) -> str:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_one_has_claimed(
+def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_daemon_claimed(
     start: Start, proxy: Proxy, url: str, closes: bool
 ) -> None:
     a = start("a", url=through(proxy, url), lease_seconds=LEASE_SECONDS)
@@ -295,7 +295,7 @@ def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_t
         assert [type(each) for each in refused] == [OwnedElsewhere]
 
 
-def test_in_a_random_world_nothing_is_lost_or_doubled(
+def test_random_faults_lose_or_double_no_turn(
     start: Start, path: Path, url: str, postgres: PostgresServer
 ) -> None:
     """Three daemons run turns in the same conversations. Each in turn is killed, stopped and cut off.

@@ -18,7 +18,7 @@ from tests.store.talk import create, reply, say, user
 Open = Callable[..., ConversationStore]
 
 
-def test_each_thing_that_is_stored_counts_once_until_it_is_deleted(
+def test_each_stored_object_counts_once_until_its_deletion(
     store: ConversationStore,
 ) -> None:
     assert store.stored_bytes() == 0

@@ -28,7 +28,7 @@ def seconds(url: str) -> float:
 SENTENCE = "a statement took too long and was ended"
 
 
-def test_a_transaction_that_runs_away_ends_and_changes_nothing(
+def test_a_transaction_over_its_time_limit_changes_nothing(
     open_store: Open, seconds: float
 ) -> None:
     store = open_store(statement_seconds=seconds)

@@ -47,7 +47,7 @@ def test_a_long_paragraph_is_noticed_in_its_fourth_repeat_and_a_longer_one_never
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_notices_exactly_what_is_periodic(seed: int) -> None:
+def test_exactly_periodic_token_sequences_are_detected(seed: int) -> None:
     """In patterns with few different tokens, the ends match by chance in many positions."""
     draw = random.Random(seed)
     num_tokens = draw.randrange(4, 40)

@@ -148,7 +148,7 @@ def counting() -> ChatTemplate:
     )
 
 
-def test_what_depends_on_later_messages_is_refused_and_never_wrong() -> None:
+def test_a_template_head_that_depends_on_later_messages_is_refused() -> None:
     template = counting()
     head = template.head([SYSTEM], NOTHING)
     behind = template.behind(head, [SYSTEM], [user("Hello")], NOTHING)

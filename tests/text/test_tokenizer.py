@@ -267,7 +267,7 @@ def test_our_own_anchor_is_text_even_if_a_client_guesses_it() -> None:
             assert tokenizer.decode(ids) == text
 
 
-def test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_those_that_lose_it() -> None:
+def test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_vocabularies_that_lose_it() -> None:
     tokenizer = tokenizer_of(QWEN_3)
     tokenizer.check_text("a\0b", "content")
     assert tokenizer.decode(tokenizer.encode_text("a\0b")) == "a\0b"

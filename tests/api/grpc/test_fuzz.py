@@ -167,7 +167,7 @@ def test_mutated_messages_are_answered_and_never_as_unknown_or_internal(tmp_path
         (b"\x0a" + b"\x80\x80\x80\x04" + b"x" * (9 << 20), {"RESOURCE_EXHAUSTED"}),
     ],
 )
-def test_bytes_that_are_no_request_have_their_own_code(
+def test_malformed_bytes_are_refused_with_a_specific_code(
     tmp_path: Path, packed: bytes, codes: set[str]
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:

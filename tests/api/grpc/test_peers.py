@@ -156,7 +156,7 @@ def half_sent_bodies_with_a_token(guarded: Guarded, peers: contextlib.ExitStack)
         a_compression_bomb,
     ],
 )
-def test_somebody_without_a_token_costs_little_memory(
+def test_a_client_without_a_token_costs_little_memory(
     guarded: Guarded, attack: Callable[[contextlib.ExitStack, str], None]
 ) -> None:
     before = guarded.resident_bytes()
@@ -171,7 +171,7 @@ def test_somebody_without_a_token_costs_little_memory(
     assert guarded.ask()
 
 
-def test_somebody_with_a_token_has_few_bodies_on_their_way(guarded: Guarded) -> None:
+def test_a_client_with_a_token_has_few_bodies_in_transit(guarded: Guarded) -> None:
     before = guarded.resident_bytes()
     with contextlib.ExitStack() as peers:
         half_sent_bodies_with_a_token(guarded, peers)
@@ -181,7 +181,9 @@ def test_somebody_with_a_token_has_few_bodies_on_their_way(guarded: Guarded) -> 
     assert guarded.ask()
 
 
-def test_connections_beyond_the_limit_are_closed_and_the_operator_gets_in(tmp_path: Path) -> None:
+def test_connections_above_the_limit_are_closed_but_the_operator_can_connect(
+    tmp_path: Path,
+) -> None:
     daemon = Guarded(tmp_path, listening={"connections_max": 20})
     daemon.start()
     with contextlib.ExitStack() as peers:
@@ -226,7 +228,7 @@ def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None
     asyncio.run(run())
 
 
-def test_who_waits_for_bodies_that_do_not_end_is_given_up_too() -> None:
+def test_calls_waiting_for_unfinished_bodies_are_dropped() -> None:
     async def run() -> None:
         incoming = IncomingBodies(known=BodyLimits(receiving_max=1, seconds=0.05))
         calls = [Call() for _ in range(50)]
@@ -308,7 +310,7 @@ def test_a_watch_without_a_token_ends_some_time(
         known.cancel()
 
 
-def test_half_open_requests_do_not_keep_the_operator_out(tmp_path: Path) -> None:
+def test_half_open_requests_do_not_block_the_operator(tmp_path: Path) -> None:
     """This also holds without tokens, when all callers count as one tenant."""
     over = threading.Event()
 

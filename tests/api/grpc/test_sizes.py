@@ -125,7 +125,7 @@ LARGE: list[tuple[str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "make", "field"), LARGE)
-def test_a_field_that_is_too_large_is_refused_by_its_name(
+def test_the_refusal_of_a_large_field_names_the_field(
     rig: DaemonRig, method: str, make: Callable[[], Any], field: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
@@ -142,7 +142,7 @@ def iter_of(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [make for _, make, field in LARGE if field != "tools"])
-def test_what_is_expensive_to_parse_is_refused_before_it_is_parsed(
+def test_a_request_that_is_expensive_to_parse_is_refused_before_parsing(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make()
@@ -211,7 +211,7 @@ def largest(conversation_id: str) -> pb.CreateConversationRequest:
     return request
 
 
-def test_what_was_created_can_be_read_with_what_clients_receive_by_default(
+def test_large_conversations_fit_the_default_message_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -239,7 +239,7 @@ def test_what_was_created_can_be_read_with_what_clients_receive_by_default(
         assert messages[0].content == largest("").system_prompt
 
 
-def test_pages_of_messages_end_by_bytes_and_leave_none_out(tmp_path: Path) -> None:
+def test_pages_of_messages_are_limited_by_bytes_and_omit_no_message(tmp_path: Path) -> None:
     config = DaemonConfig(grace_seconds=0.2)
     with DaemonRig(tmp_path / "data", config=config) as rig:
         for number in range(6):
@@ -393,7 +393,7 @@ def test_the_limits_are_documented() -> None:
         assert f"{number:,}" in written, number
 
 
-def test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive() -> None:
+def test_a_reply_that_is_read_late_arrives_in_messages_of_the_default_size() -> None:
     """With twenty alternatives for each of 16,000 tokens, the reply has six megabytes."""
     count = 16_000
     top = tuple(Logprob(100_000 + rank, -0.1 * rank) for rank in range(20))

@@ -114,7 +114,7 @@ def rss(pid: int) -> int:
 
 
 @pytest.mark.timeout(300 * SCALE)
-def test_extreme_values_are_answered_and_break_nothing(tmp_path: Path) -> None:
+def test_extreme_values_are_answered_and_cause_no_failure(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data", parameters={"config": {"grace_seconds": 0.2}})
     process.start()
     local = f"unix:{tmp_path / 'data' / 'admin.sock'}"  # allows every method

@@ -44,7 +44,7 @@ def running(rig: DaemonRig) -> int:
 # -- connections --
 
 
-def test_a_line_that_goes_dead_is_noticed_and_its_turn_given_back(tmp_path: Path) -> None:
+def test_a_dead_connection_is_detected_and_its_turn_is_released(tmp_path: Path) -> None:
     """Half-open TCP: neither side learns that the other side is gone."""
     listening = Listening(
         "127.0.0.1:0",
@@ -94,7 +94,7 @@ def test_a_connection_that_is_reset_within_a_reply_costs_nothing(tmp_path: Path)
         assert rig.num_live == 0
 
 
-def test_a_flood_of_connections_and_headers_leaves_the_admitted_alone(tmp_path: Path) -> None:
+def test_a_flood_of_connections_and_headers_does_not_affect_running_turns(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", program=SLOW) as rig:
         host, port = rig.server.address.rsplit(":", 1)
         admitted = rig.send(
@@ -134,7 +134,7 @@ def test_calls_that_arrive_while_the_daemon_is_busy_are_all_answered(tmp_path: P
     assert process.stop() == 0
 
 
-def test_a_very_long_message_is_tokenised_beside_the_loop(tmp_path: Path) -> None:
+def test_a_very_long_message_is_tokenised_outside_the_event_loop(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         beats: list[float] = []
 
@@ -159,7 +159,7 @@ def test_a_very_long_message_is_tokenised_beside_the_loop(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("code", [IO_ERROR, READ_ONLY, DISK_FULL])
-def test_a_disk_that_fails_refuses_turns_serves_what_it_can_and_heals(
+def test_a_failing_disk_refuses_turns_but_serves_reads_and_recovers(
     tmp_path: Path, code: int
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -202,9 +202,7 @@ def faulty(faults: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.conversations.faulty_engine", str(faults))
 
 
-def test_a_device_without_memory_costs_the_running_turns_a_repetition(
-    tmp_path: Path, faults: Path
-) -> None:
+def test_a_device_without_memory_makes_running_turns_repeat(tmp_path: Path, faults: Path) -> None:
     """The SDK retries these turns, and no history is lost."""
     with (
         DaemonRig(tmp_path / "data", program=faulty(faults)) as rig,
@@ -243,7 +241,7 @@ def test_a_copy_that_fails_ends_the_engine_and_no_conversation(
             assert admin.check() == []
 
 
-def test_logits_that_are_not_numbers_fail_one_turn_and_keep_nothing_of_it(
+def test_nan_logits_fail_only_one_turn_and_its_kv_is_discarded(
     tmp_path: Path, faults: Path
 ) -> None:
     with DaemonRig(tmp_path / "data", program=faulty(faults)) as rig:
@@ -287,7 +285,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
         assert [each.conversation_id for each in listed] == ["c"]
 
 
-def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
+def test_the_wall_clock_is_used_only_for_records() -> None:
     """Scheduling, deadlines and grace periods use the monotonic clock."""
     users = {
         str(path.relative_to(PACKAGE))
@@ -342,7 +340,7 @@ def two_tenants(tmp_path: Path) -> Iterator[tuple[DaemonRig, Client, Client]]:
         yield rig, a, b
 
 
-def test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said(
+def test_usage_figures_reveal_no_text_of_another_tenant(
     two_tenants: tuple[DaemonRig, Client, Client],
 ) -> None:
     """These usage figures, which predict the time to first token, are equal for every guess."""
@@ -409,7 +407,7 @@ def present() -> dict[str, descriptor_pb2.FileDescriptorProto]:
     return files
 
 
-def test_nothing_that_was_promised_has_changed_on_the_wire() -> None:
+def test_the_wire_format_of_the_first_version_has_not_changed() -> None:
     now = present()
     promised = {"pensieve/v1/conversation.proto", "pensieve/v1/admin.proto"}
     old_files = {file.name: file for file in frozen().file}
@@ -437,7 +435,7 @@ def test_nothing_that_was_promised_has_changed_on_the_wire() -> None:
     assert compared > 100
 
 
-def test_a_client_with_the_first_stubs_talks_to_this_daemon(tmp_path: Path) -> None:
+def test_a_client_with_the_first_stubs_works_with_this_daemon(tmp_path: Path) -> None:
     pool = descriptor_pool.DescriptorPool()
     for file in frozen().file:
         pool.Add(file)

@@ -67,7 +67,7 @@ def door(tmp_path: Path) -> Iterator[Door]:
         yield Door(port, cert, key, ca, audit_log)
 
 
-def test_who_connects_is_shown_the_certificate_of_the_moment(door: Door) -> None:
+def test_new_connections_get_the_current_certificate(door: Door) -> None:
     before = door.shown()
     connected = door.connection()
     assert status(connected) == 200

@@ -76,7 +76,7 @@ def test_the_length_is_the_clients_to_choose(client: Client) -> None:
     assert 64 <= reply.usage.output_tokens < 104
 
 
-def test_openai_chat_says_length_and_why(door: HttpRig, folder: Path) -> None:
+def test_openai_chat_reports_length_and_the_stop_reason(door: HttpRig, folder: Path) -> None:
     whole = door.chat("What do you like?", model="model", max_tokens=900).value["choices"][0]
     assert (whole["finish_reason"], whole["stop_reason"]) == ("length", "repetition")
     write_script(folder / "script", [LOOP])

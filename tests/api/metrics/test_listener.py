@@ -94,14 +94,14 @@ def test_health_is_that_of_the_daemon(rig: DaemonRig) -> None:
         ("GET /metrics HTTP/1.1\r\nA: " + "x" * listener.HEADER_BYTES_MAX + "\r\n\r\n", 431),
     ],
 )
-def test_what_is_no_such_request_is_refused(
+def test_unsupported_requests_are_refused(
     rig: DaemonRig, request_text: str | bytes, status: int
 ) -> None:
     assert ask(rig, request_text)[0] == status
     assert get(rig, "/health")[0] == 200
 
 
-def test_a_client_that_says_nothing_is_closed_and_a_crowd_is_refused(
+def test_silent_clients_are_disconnected_and_too_many_clients_are_refused(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "SECONDS_MAX", 0.5)
@@ -131,7 +131,7 @@ def made(tenant: str, *, admin: bool) -> tuple[str, Token]:
     return token, parsed
 
 
-def test_beyond_this_machine_an_operators_token_is_needed(tmp_path: Path) -> None:
+def test_other_machines_need_an_operators_token(tmp_path: Path) -> None:
     operator, first = made("", admin=True)
     client, second = made("acme", admin=False)
     audit_log = tmp_path / "audit.jsonl"
@@ -157,7 +157,7 @@ def test_on_this_machine_none_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9100", "example.com:9100", "[::]:9100"])
-def test_others_reach_it_only_where_that_is_said(address: str) -> None:
+def test_other_machines_can_connect_only_with_insecure(address: str) -> None:
     with pytest.raises(ConfigError, match="is reachable from other machines"):
         Server(None, Listening(metrics=address))  # type: ignore[arg-type]
 

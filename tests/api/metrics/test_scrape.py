@@ -180,7 +180,7 @@ def test_counters_never_fall_not_even_when_the_engine_dies(rig: DaemonRig) -> No
             assert after.counters[name, labels] >= value, name
 
 
-def test_while_no_engine_answers_its_metrics_are_missing_and_the_others_are_there(
+def test_if_the_engine_does_not_answer_only_its_metrics_are_missing(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pensieve.api.metrics.scrape.ENGINE_SECONDS", 0.2)

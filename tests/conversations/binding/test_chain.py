@@ -81,7 +81,7 @@ def sent_back(message: Message, number: int, order: random.Random) -> Message:
 
 
 @given(HISTORY, st.randoms())
-def test_what_clients_change_when_they_send_it_back_changes_no_digest(
+def test_changes_that_clients_make_to_a_history_they_resend_change_no_digest(
     messages: list[Message], order: random.Random
 ) -> None:
     messages = [replace(each, tool_call_id=None) for each in messages]

@@ -126,7 +126,7 @@ def test_the_checks_hold(flags: tuple[str, ...], tmp_path: Path) -> None:
         "weights of the wrong slots",
     ],
 )
-def test_tiles_that_compute_something_else_are_not_used(name: str, tmp_path: Path) -> None:
+def test_tiles_with_wrong_results_are_not_used(name: str, tmp_path: Path) -> None:
     """When the library is loaded, it compares the tiles with AVX-512."""
     assert run(program(tmp_path, "checks.cpp", MISTAKES[name]), "works").returncode == 3
 

@@ -74,7 +74,7 @@ def test_a_rank_with_the_secret_and_the_same_of_everything_is_accepted() -> None
         ({"num_threads": "many"}, "is not understood"),
     ],
 )
-def test_a_rank_that_would_compute_something_else_is_told_why_it_is_refused(
+def test_a_rank_with_other_settings_gets_the_reason_for_its_refusal(
     changes: dict[str, object], why: str
 ) -> None:
     both = Both(SECRET, there(**changes))
@@ -83,7 +83,7 @@ def test_a_rank_that_would_compute_something_else_is_told_why_it_is_refused(
     assert why in both.why_left
 
 
-def test_who_does_not_know_the_secret_learns_nothing_and_is_not_let_in() -> None:
+def test_a_peer_without_the_secret_learns_nothing_and_is_refused() -> None:
     both = Both(b"another secret altogether", there())
     assert both.accepted is None
     assert "does not know the secret" in both.why_refused

@@ -304,7 +304,7 @@ def replies(runtime: Runtime) -> list[tuple[str, list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stage_that_dies_ends_the_engine(tmp_path: Path, victim: int) -> None:
+def test_a_dead_stage_ends_the_engine(tmp_path: Path, victim: int) -> None:
     """The first stage dies, or the middle one, whose end the first stage does not notice directly."""
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
     with started(folder, tmp_path / "data", pipeline_stages="3") as runtime:
