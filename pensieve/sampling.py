@@ -141,8 +141,8 @@ class Sampling:
     )
     stop_repetition: int = _parameter(
         0,
-        "end the reply when it ends with a pattern of at most N tokens that occurs at least four times in a "
-        "row, over at least N tokens; 0: never",
+        "stop the reply if its last tokens repeat a pattern of at most N tokens at least four times, and the "
+        "copies have at least N tokens in total; 0: off",
         "must be 0 (off) or positive",
         *(0, (1 << 31) - 1),
         metavar="N",
