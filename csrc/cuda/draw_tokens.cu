@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const RowOptions option = options[blockIdx.x];
   Row row{values + blockIdx.x * row_stride, vocab, 0.0, option.temperature, double(uint64(1) << weight_bits)};
 
-  float largest = ptx::nothing();
+  float largest = ptx::minus_infinity();
   for (int id = threadIdx.x; id < vocab; id += THREADS) largest = fmaxf(largest, row.values[id]);
   for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, step));
   if (threadIdx.x % 32 == 0) shared.largest[threadIdx.x / 32] = largest;

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     return int64(first + row) * kv_heads + head;
   };
   const int num_parts = item.num_parts + item.num_pack_parts;
-  float most = ptx::nothing();
+  float most = ptx::minus_infinity();
   for (int index = 0; index < num_parts; ++index) most = fmaxf(most, part_sums[part(index)]);
   float total = 0.0f, sums[QUADS][4] = {};
 #pragma unroll UNROLLED

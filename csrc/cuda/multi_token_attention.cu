@@ -126,14 +126,14 @@ struct Pages {
 };
 
 // Unpacks a page of keys or values from bytes at `source` to elements at `target`.
-__device__ __forceinline__ void unpack_page(uint32 target, uint32 source, e4m3::Numbers& numbers) {
+__device__ __forceinline__ void unpack_page(uint32 target, uint32 source, e4m3::NanCheck& nan_check) {
   for (int i = threadIdx.x; i < PAGE * StoredTile::PIECES; i += THREADS) {
     const int row = i / StoredTile::PIECES, piece = i % StoredTile::PIECES;
     uint32 words[4], out[8];
     ptx::load_16(words, StoredTile::piece(StoredTile::row(source, row), piece));
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      numbers.take(words[word]);
+      nan_check.take(words[word]);
       e4m3::unpack_in_order<Element>(words[word], out[2 * word], out[2 * word + 1]);
     }
     const uint32 there = Elements::row(target, row);
@@ -222,12 +222,12 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
   key_page = pages.page(first_of(STAGES));
 
   const int last_row = first_row + 16 * ROW_TILES - 1;
-  const int limit_min = rows.limit(first_row);  // how many positions the warp's first row sees, and its last row
-  const int limit_max =
+  const int limit_min = rows.limit(first_row);  // number of positions that the warp's first row sees
+  const int limit_max =                         // number of positions that its last row sees; 0 without rows
       first_row < item.num_rows ? rows.limit(last_row < item.num_rows ? last_row : item.num_rows - 1) : 0;
 
   const float scale = BYTES ? arguments.scale * arguments.kv_scales[head] : arguments.scale;
-  e4m3::Numbers numbers;
+  e4m3::NanCheck nan_check;
   Softmax<ROW_TILES> softmax;
   float values[ROW_TILES][COLUMNS][4] = {};
 
@@ -236,8 +236,8 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
     ptx::wait_for_all_but<2 * STAGES - 2>();
     P::sync();  // this run's keys have arrived; the previous run's values have been read
     if constexpr (UNPACKS) {  // the run's values have arrived, too
-      unpack_page(unpacked, keys_of(run), numbers);
-      unpack_page(unpacked + P::UNPACKED_BYTES, values_of(run), numbers);
+      unpack_page(unpacked, keys_of(run), nan_check);
+      unpack_page(unpacked + P::UNPACKED_BYTES, values_of(run), nan_check);
       P::sync();  // keys and values are unpacked
       pages.fetch<KEYS, P::TEAM>(keys_of(run), pages.keys, key_page, first_of(run + STAGES), member);
       ptx::close_copies();
@@ -275,7 +275,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
           for (int column = 0; column < COLUMNS_EACH; ++column) {
             uint32 low, high;
             if constexpr (MIXES) {
-              numbers.take(right[column]);
+              nan_check.take(right[column]);
               e4m3::unpack<Element>(right[column], low, high);
             } else {
               low = right[2 * column], high = right[2 * column + 1];
@@ -308,7 +308,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
           for (int column = 0; column < KEY_COLUMNS; ++column)
 #pragma unroll
             for (int side = 0; side < 2; ++side)
-              if (column * 8 + side >= limit) scores[tile][column][2 * half + side] = ptx::nothing();
+              if (column * 8 + side >= limit) scores[tile][column][2 * half + side] = ptx::minus_infinity();
         }
     }
     float corrections[ROW_TILES][2];
@@ -352,7 +352,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
           if constexpr (MIXES) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              numbers.take(right[i + half]);
+              nan_check.take(right[i + half]);
               e4m3::unpack<Element>(right[i + half], half ? high[0] : low[0], half ? high[1] : low[1]);
             }
           } else {
@@ -370,7 +370,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
   }
   ptx::wait_for_all_but<0>();
   if constexpr (BYTES)
-    if (WIDE ? ptx::any_of_block(!numbers.all()) : ptx::any(!numbers.all())) softmax.spoil();
+    if (WIDE ? ptx::any_of_block(nan_check.has_nan()) : ptx::any(nan_check.has_nan())) softmax.set_nan();
   const float value_scale = BYTES ? arguments.kv_scales[arguments.kv_heads + head] : 1.0f;
 
   if constexpr (WIDE) {
@@ -387,7 +387,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
           rows.write(row, column * 8 + lane.pair, values[tile][column][2 * half] * share,
                      values[tile][column][2 * half + 1] * share);
         if (lane.pair == 0)
-          rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[tile][half] * scale + ptx::log2(sum));
+          rows.write_sum(row, sum == 0.0f ? ptx::minus_infinity() : softmax.largest[tile][half] * scale + ptx::log2(sum));
       }
   } else {
     ptx::sync_block();  // the rings are no longer read; from here on they hold the four results
@@ -403,7 +403,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
         const float sum = softmax.whole_sum(tile, half);
         if (lane.pair == 0) {
           const float largest = softmax.largest[tile][half];
-          maxima[row] = largest == ptx::nothing() ? ptx::nothing() : largest * scale;
+          maxima[row] = largest == ptx::minus_infinity() ? ptx::minus_infinity() : largest * scale;
           sums[row] = sum;
         }
 #pragma unroll
@@ -416,10 +416,10 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
     ptx::sync_block();
     for (int i = thread; i < item.num_rows * (HEAD / 2); i += THREADS) {
       const int row = i / (HEAD / 2), column = i % (HEAD / 2) * 2;
-      float largest = ptx::nothing(), sum = 0.0f, first = 0.0f, second = 0.0f;
+      float largest = ptx::minus_infinity(), sum = 0.0f, first = 0.0f, second = 0.0f;
 #pragma unroll
       for (int other = 0; other < WARPS; ++other) largest = fmaxf(largest, maxima[other * P::ROWS + row]);
-      const float base = largest == ptx::nothing() ? 0.0f : largest;
+      const float base = largest == ptx::minus_infinity() ? 0.0f : largest;
 #pragma unroll
       for (int other = 0; other < WARPS; ++other) {
         const int place = other * P::ROWS + row;
@@ -430,7 +430,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
       }
       const float share = sum == 0.0f ? 0.0f : value_scale / sum;
       rows.write(row, column, first * share, second * share);
-      if (column == 0) rows.write_sum(row, sum == 0.0f ? ptx::nothing() : base + ptx::log2(sum));
+      if (column == 0) rows.write_sum(row, sum == 0.0f ? ptx::minus_infinity() : base + ptx::log2(sum));
     }
   }
 }

@@ -194,7 +194,7 @@ struct Consumer {
         for (int column = 0; column < KEY_COLUMNS; ++column)
 #pragma unroll
           for (int side = 0; side < 2; ++side)
-            if (column * 8 + side >= limit) scores[column][2 * half + side] = ptx::nothing();
+            if (column * 8 + side >= limit) scores[column][2 * half + side] = ptx::minus_infinity();
       }
     }
 #pragma unroll
@@ -285,7 +285,7 @@ struct Consumer {
         rows.write(row, column * 8 + lane.pair, values[column][2 * half] * share,
                    values[column][2 * half + 1] * share);
       if (lane.pair == 0)
-        rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[0][half] * arguments.scale + ptx::log2(sum));
+        rows.write_sum(row, sum == 0.0f ? ptx::minus_infinity() : softmax.largest[0][half] * arguments.scale + ptx::log2(sum));
     }
   }
 };

@@ -22,7 +22,7 @@ namespace e4m3 {
 constexpr float LARGEST = 448.0f;
 constexpr float SMALLEST_NORMAL = 0.015625f;  // 2^-6; below it are multiples of 2^-9
 
-// Unpacks four bytes to two pairs of elements: bytes 0 and 2, and bytes 1 and 3.  A NaN becomes 480: see `Numbers`.
+// Unpacks four bytes to two pairs of elements: bytes 0 and 2, and bytes 1 and 3.  A NaN becomes 480: see `NanCheck`.
 template <class Element>
 __device__ __forceinline__ void unpack(uint32 word, uint32& even, uint32& odd) {
   // Read as an element, the bits mean the number times 2^-120 (bfloat16) or 2^-8 (float16), also if it is subnormal.
@@ -44,11 +44,11 @@ __device__ __forceinline__ void unpack_in_order(uint32 word, uint32& first, uint
 }
 
 // Records whether a thread has unpacked a NaN.
-struct Numbers {
+struct NanCheck {
   uint32 seen = 0;  // the highest bit of each byte is set if there was a NaN
 
   __device__ __forceinline__ void take(uint32 word) { seen |= (word & 0x7f7f7f7fu) + 0x01010101u; }
-  __device__ __forceinline__ bool all() const { return (seen & 0x80808080u) == 0; }
+  __device__ __forceinline__ bool has_nan() const { return (seen & 0x80808080u) != 0; }
 };
 
 // Puts sixteen elements of a row into the order of `unpack`.  Let i be the lane's number modulo 4.  Without `mixed`,

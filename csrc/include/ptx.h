@@ -41,7 +41,7 @@ __device__ __forceinline__ void sync_block() { __syncthreads(); }
 // -- numbers --
 
 // Returns -infinity, the maximum of an empty set of scores.
-__device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 __device__ __forceinline__ float exp2(float value) {
   float power;

@@ -18,7 +18,7 @@ struct Softmax {
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) largest[tile][half] = ptx::nothing(), sum[tile][half] = 0.0f;
+      for (int half = 0; half < 2; ++half) largest[tile][half] = ptx::minus_infinity(), sum[tile][half] = 0.0f;
   }
 
   // Replaces `scores` by powers of 2.  Returns the factor by which the caller must multiply its earlier sums
@@ -31,10 +31,10 @@ struct Softmax {
       most = fmaxf(most, fmaxf(scores[column][2 * half], scores[column][2 * half + 1]));
     most = fmaxf(most, ptx::shuffle_xor(most, 1));
     most = fmaxf(most, ptx::shuffle_xor(most, 2));
-    const float base = most == ptx::nothing() ? 0.0f : most * scale;
+    const float base = most == ptx::minus_infinity() ? 0.0f : most * scale;
     // The factor is computed from the difference.  So it is exactly 1 if the maximum stays, even with fused
     // multiply-add.
-    const float correction = ptx::exp2((largest[tile][half] - (most == ptx::nothing() ? 0.0f : most)) * scale);
+    const float correction = ptx::exp2((largest[tile][half] - (most == ptx::minus_infinity() ? 0.0f : most)) * scale);
     largest[tile][half] = most;
     float added = 0.0f;
 #pragma unroll
@@ -50,7 +50,7 @@ struct Softmax {
   }
 
   // Makes the sum of every row NaN.
-  __device__ __forceinline__ void spoil() {
+  __device__ __forceinline__ void set_nan() {
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) sum[tile][0] = sum[tile][1] = ptx::float_of(0x7fc00000u);
   }

@@ -94,7 +94,7 @@ inline void sync_warp() { emulated::meet(warp().barrier); }
 
 inline void sync_block() { emulated::meet(emulated::block_barrier); }
 
-inline float nothing() { return float_of(0xff800000u); }
+inline float minus_infinity() { return float_of(0xff800000u); }
 
 inline float exp2(float value) { return std::exp2f(value); }
 
