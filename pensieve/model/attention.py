@@ -59,9 +59,9 @@ class ForwardPass(Protocol):
 
     @property
     def pages_ready(self) -> bool:
-        """Whether all layers' pages are ready, so that calling `arrive` is unnecessary."""
+        """Whether all layers' pages are ready, so that calling `wait_for_pages` is unnecessary."""
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         """Wait until the layer's pages hold what the iteration needs.  Fused layers call this themselves."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -79,10 +79,10 @@ class PagedPass:
         copies: PageMoves | None = None,
         plan: DevicePlan | None = None,
         *,
-        arriving: bool = True,
+        swap_ins_outstanding: bool = True,
     ) -> None:
         self.batch = batch
-        self.pages_ready = not arriving and copies is None
+        self.pages_ready = not swap_ins_outstanding and copies is None
         self._plan = plan
         self._memory = memory
         self._wait_layer = wait_layer
@@ -96,7 +96,7 @@ class PagedPass:
             memory.kv_scales,
         )
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         self._wait_layer(layer)
         if self._copies is not None:
             self._memory.copy_within(layer, self._copies)
@@ -104,7 +104,7 @@ class PagedPass:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, batch = self._memory, self.batch
-        self.arrive(layer)
+        self.wait_for_pages(layer)
         pages = (memory.key_pages(layer), memory.value_pages(layer))
         kv_scales = memory.kv_scales(layer)
         write_kv(call.key, call.value, batch.slot_mapping, *pages, kv_scales)

@@ -148,12 +148,17 @@ class Forward:
         batch = Batch.from_slices(slices, chunk_tokens, self._device, sampled, search)
         if groups:
             logits = self._streamed(batch, slices, copies, groups)
-        elif graphs is not None and copies is None and graphs.takes(batch, self._copier.arriving):
+        elif (
+            graphs is not None
+            and copies is None
+            and graphs.takes(batch, self._copier.swap_ins_outstanding)
+        ):
             logits = graphs.logits(batch)
         else:
             copier, plan = self._copier, device_plan(batch, self._memory)
             forward_pass = PagedPass(
-                *(batch, self._memory, copier.wait_layer, copies, plan), arriving=copier.arriving
+                *(batch, self._memory, copier.wait_layer, copies, plan),
+                swap_ins_outstanding=copier.swap_ins_outstanding,
             )
             logits = self._flat.logits(
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass

@@ -193,11 +193,11 @@ class DecodeGraphs:
             self._graphs.clear()
             self.failure = one_line(error)
 
-    def takes(self, batch: Batch, arriving: bool) -> bool:
+    def takes(self, batch: Batch, swap_ins_outstanding: bool) -> bool:
         """Whether a graph can run the batch: small enough, only decodes, and no swap-in outstanding."""
         return (
             bool(self._graphs)
-            and not arriving
+            and not swap_ins_outstanding
             and len(batch.lengths) <= self._sizes[-1]
             and len(batch.logit_attempt_ids)
             == len(batch.lengths)

@@ -154,7 +154,7 @@ class PiecewiseGraphs:
         self.rows_padded += size - num_tokens
         rotated, attended = self._rotated[:num_tokens], self._attended[:num_tokens]
         for index, (layer, replay) in enumerate(zip(self._layers, self._pieces[size], strict=True)):
-            forward_pass.arrive(index)
+            forward_pass.wait_for_pages(index)
             replay()
             layer.attend(rotated, paged_rows, attended)
         residual = self._residual.index_select(0, kept)

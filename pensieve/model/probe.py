@@ -194,7 +194,7 @@ class _ObservingPass:
         self.dtypes.update((query.dtype, key.dtype, value.dtype))
         return torch.zeros_like(query)
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         """Do nothing: no pages move."""
 
     def _check_mask(self, layer: Any, attention_mask: torch.Tensor | None) -> None:
@@ -444,7 +444,7 @@ class _Recorder:
         ]
         return torch.zeros_like(call.query)
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         """Do nothing: no pages move."""
 
 

@@ -69,7 +69,7 @@ class StreamedPass:
         self._streamer = streamer
         self._copies = copies
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         self._wait_layer(layer)
         if self._copies is not None:
             self._memory.copy_within(layer, self._copies)
@@ -77,7 +77,7 @@ class StreamedPass:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, streamer = self._memory, self._streamer
-        self.arrive(layer)
+        self.wait_for_pages(layer)
         kv_scales = memory.kv_scales(layer)
         query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

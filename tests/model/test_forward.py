@@ -266,7 +266,7 @@ def test_the_halves_of_a_batch_may_both_be_graphs(
     assert graphs is not None
     takes = graphs.takes
     monkeypatch.setattr(
-        graphs, "takes", lambda batch, arriving: takes(batch, len(batch.lengths) > 2)
+        graphs, "takes", lambda batch, swap_ins_outstanding: takes(batch, len(batch.lengths) > 2)
     )
     monkeypatch.setattr(model.flat, "logits", ShortOfMemory(model, 2))
     for _ in range(4):

@@ -96,7 +96,7 @@ class FusedLayer(torch.nn.Module):
             rotation = None
         paged_rows = forward_pass.paged_rows
         if paged_rows is not None and self.dense.takes(paged_rows):
-            forward_pass.arrive(self.layer_idx)
+            forward_pass.wait_for_pages(self.layer_idx)
             paged_rows.rotate_by(rotation)
             return self.dense.forward(residual, paged_rows, kept)
         cosines = sines = None

@@ -91,7 +91,7 @@ class CausalPass:
         self._report(RecordedAttention(call, answer))
         return answer
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         """Do nothing: no pages move."""
 
 

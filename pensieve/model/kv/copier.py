@@ -12,9 +12,9 @@ outstanding.
 A copy is *finished* when all of its layers have arrived.  `poll` and `wait_any` report each finished copy
 once.  Until a copy is reported, the core reuses neither of its pages.  Copies may finish in any order.
 
-The thread that launches forwards calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  Another thread
-may call `poll` and `wait_any`, one call at a time.  An error in a copy ends the worker, and every
-present and later waiting call raises DeviceError.
+The thread that launches forwards calls `submit`, `wait_layer`, `launch_rest` and
+`swap_ins_outstanding`.  Another thread may call `poll` and `wait_any`, one call at a time.  An error in a
+copy ends the worker, and every present and later waiting call raises DeviceError.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Copier(ABC):
 
     @property
     @abstractmethod
-    def arriving(self) -> bool:
+    def swap_ins_outstanding(self) -> bool:
         """Whether a swap-in is outstanding."""
 
     def poll(self) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ class CpuCopier(Copier):
         """Do nothing: the worker starts copies by itself."""
 
     @property
-    def arriving(self) -> bool:
+    def swap_ins_outstanding(self) -> bool:
         return bool(self._swap_ins)
 
     def wait_any(self) -> tuple[int, ...]:
@@ -366,7 +366,7 @@ class CudaCopier(Copier):
                 self._launch_swap_ins(self._num_layers)
 
     @property
-    def arriving(self) -> bool:
+    def swap_ins_outstanding(self) -> bool:
         with self._changed:
             self._sweep()
             return bool(self._swap_ins)

@@ -207,7 +207,7 @@ class Together:
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
 
-    def arrive(self, layer: int) -> None:
+    def wait_for_pages(self, layer: int) -> None:
         """Do nothing: no page moves."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -280,10 +280,12 @@ def test_layers_that_wait_for_no_page_run_in_one_call_and_give_the_same_bits(
     )
     answers = []
     with torch.inference_mode():
-        for arriving in (True, False):
+        for swap_ins_outstanding in (True, False):
             memory = KVMemory(shape, 6, 0, slots)
             memory.device_arena.zero_()
-            one = PagedPass(batch, memory, lambda layer: None, arriving=arriving)
+            one = PagedPass(
+                batch, memory, lambda layer: None, swap_ins_outstanding=swap_ins_outstanding
+            )
             answers.append(
                 (flat.logits(batch.input_ids, batch.positions, rows, one), memory.device_arena)
             )

@@ -114,7 +114,7 @@ def test_pages_go_out_and_come_back_whatever_the_order(
             if free_device and not written:
                 fresh[free_device.pop(0)] = float(step + 1)
         for layer in range(SHAPE.num_layers):
-            if not copier.arriving:
+            if not copier.swap_ins_outstanding:
                 for page, value in arriving.items():
                     moved = memory.device_arena[:, page]
                     assert bool((moved == value).all()), "arrived before it was there"
@@ -180,11 +180,11 @@ def test_waiting_for_a_layer_blocks_the_device_and_not_the_host() -> None:
         copier.wait_layer(layer)
         memory.expect(layer, 3, 7.0, wrong)
     assert not memory.told, "the host waited"
-    assert copier.arriving or not wrong
+    assert copier.swap_ins_outstanding or not wrong
     streams.compute.record_event().synchronize()
     assert not wrong
     assert copier.poll() == (1,)
-    assert not copier.arriving
+    assert not copier.swap_ins_outstanding
     copier.close()
 
 
@@ -204,7 +204,7 @@ def test_swap_ins_are_launched_a_little_ahead_of_the_compute(
     assert launched == [0]
     copier.wait_layer(0)
     assert launched == [0, 1]
-    assert copier.arriving
+    assert copier.swap_ins_outstanding
     assert collect(copier, 2) == [1, 2], "the swap-out after the swap-in"
     assert launched == [*range(SHAPE.num_layers)]
     assert [kind for kind, _ in memory.told] == ["in"] * 3 + ["out"] * 3
