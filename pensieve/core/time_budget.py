@@ -20,25 +20,27 @@ admitted anyway.
 **A closed loop.** The time of generating turns and the time added by prompts are predicted separately, and
 measurements correct both:
 
-    seconds = `a` · (predicted seconds without prompts) + `b` · (predicted seconds of the prompts' pieces)
+    seconds =   decode factor · (predicted seconds without prompts)
+              + prompt factor · (predicted seconds of the prompts' pieces)
 
-**The factor `a`** is measured seconds / predicted seconds of the last iteration without prompts. So the
+**The decode factor** is measured seconds / predicted seconds of the last iteration without prompts. So the
 prediction needs to know only how iterations differ, not how fast the machine is at the moment. The factor is
-measured before any prompt joins. If there are always prompts, one iteration in PROBE_AFTER has none. Without
-such iterations, if more turns or longer contexts took longer than predicted, the excess would count as time
-of the prompts, and pieces would become shorter and shorter. If an iteration with prompts takes clearly less
-time than predicted without them, `a` is measured again.
+measured before any prompt joins. If there are always prompts, one iteration in PROBE_AFTER has none. Such
+iterations are needed because decodes can also be slower than predicted. If the decode factor were never
+measured again, their excess would be charged to the prompts, and pieces would become shorter and shorter. If
+an iteration with prompts takes clearly less time than predicted without them, the decode factor is measured
+again.
 
-**The factor `b`** is the ratio of measured to predicted seconds that prompts added: the second highest ratio
-of the last few iterations. So one late iteration changes nothing, but two do. Before the first measurement,
-`b` equals `a`. If the times of a machine vary, pieces become shorter. This is intended, because the objective
-is about the P99 and not the median.
+**The prompt factor** is the ratio of measured to predicted seconds that prompts added: the second highest
+ratio of the last few iterations. So one late iteration changes nothing, but two do. Before the first
+measurement, the prompt factor equals the decode factor. If the times of a machine vary, pieces become
+shorter. This is intended, because the objective is about the P99 and not the median.
 
-**Growth.** If reading the weights takes most of the time, a few prompt tokens cost nothing. A factor `b` that
-was learned from them would allow far too long pieces. So the predicted seconds of an iteration's prompts are
-at most GROWTH times the largest predicted seconds among the last few measured iterations, and less if the
-last iteration was slow. So pieces at most double from one measured iteration to the next, until their time is
-noticeable or reaches tbt_seconds or prompt_seconds_max.
+**Growth.** If reading the weights takes most of the time, a few prompt tokens cost nothing. A prompt factor
+that was learned from them would allow far too long pieces. So the predicted seconds of an iteration's prompts
+are at most GROWTH times the largest predicted seconds among the last few measured iterations, and less if the
+last iteration was slow. Pieces therefore at most double between measured iterations. The doubling stops when
+their time becomes measurable, or at tbt_seconds or prompt_seconds_max.
 
 `plan` and `commit` get the times as arguments, so a replayed journal has the same pieces. With S pipeline
 stages, a turn's next token comes after S iterations. So each iteration may add an S-th of prompt_seconds_max.
@@ -65,7 +67,8 @@ GROWTH = 2.0  # how much the predicted seconds of prompts may grow beyond recent
 # If waiting and begun prompts are predicted to take longer, iterations may have longer pieces.
 BACKLOG_SECONDS = 2.0
 BACKLOG_FACTOR = 2.0
-# If an iteration takes less than this share of the predicted time without prompts, `a` is outdated.
+# If an iteration takes less than this share of the predicted time without prompts, the decode factor is
+# outdated.
 STALE_SHARE = 0.75
 
 
@@ -87,9 +90,9 @@ class TimeBudget:
         self._limits = self._tbt > 0.0 or self._added_max > 0.0
         self._predict = config.cost.pass_seconds
         self._seconds_per_token = config.cost.piece_seconds(0, TYPICAL) / TYPICAL  # of prompts
-        self._without: float | None = None  # the factor `a`; None: to be measured
+        self._decode_factor: float | None = None  # None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
-        self._num_with = 0  # iterations with prompts since the last one without
+        self._num_iterations_with_prompts = 0  # iterations with prompts since the last one without
         self._committed_at = float("-inf")
 
     def limit(
@@ -105,15 +108,15 @@ class TimeBudget:
         somebody_waits = builder.num_decodes > 0 or builder.others_generate
         if not self._limits or not somebody_waits or not without:
             return  # no turn waits for the iteration, or the model takes no time
-        a = self._without
-        if a is None or self._num_with >= PROBE_AFTER:
+        decode_factor = self._decode_factor
+        if decode_factor is None or self._num_iterations_with_prompts >= PROBE_AFTER:
             builder.limit(0)
-        elif a > 0.0:
+        elif decode_factor > 0.0:
             num_tokens = num_waiting + sum(turn.num_missing for turn in started)
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
-                allowed = min(allowed, self._longest(now) - a * without)
-            builder.seconds_max = self._predicted_within(max(allowed, 0.0), a)
+                allowed = min(allowed, self._longest(now) - decode_factor * without)
+            builder.seconds_max = self._predicted_within(max(allowed, 0.0), decode_factor)
 
     def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
         """Whether a turn may run beside the running ones.
@@ -127,20 +130,25 @@ class TimeBudget:
             return True
         alone = len(turn.tokens)
         num_positions = alone + sum(len(each.tokens) for each in running)
-        most = self._tbt / (self._without or 1.0)
+        most = self._tbt / (self._decode_factor or 1.0)
         num_turns = -(-(len(running) + 1) // self._stages)  # of one iteration
         num_positions //= self._stages
         together = self._predict(num_turns, num_positions, num_positions, num_turns)
         return together <= most or most < self._predict(1, alone, alone, 1)
 
     def planned(self, builder: IterationBuilder, now: float) -> float:
-        """Predict the seconds of an iteration at its launch; 0 if it computes nothing or `a` is unknown."""
+        """Predict the seconds of an iteration at its launch; 0 if it is empty or the time is unknown."""
         num_prompt_tokens = builder.num_prompt_tokens
-        self._num_with = self._num_with + 1 if num_prompt_tokens else 0
-        a = self._without or 0.0
-        seconds = a * builder.predicted()
+        self._num_iterations_with_prompts = (
+            self._num_iterations_with_prompts + 1 if num_prompt_tokens else 0
+        )
+        decode_factor = self._decode_factor or 0.0
+        seconds = decode_factor * builder.predicted()
         if num_prompt_tokens and self._added:
-            with_prompts = a * builder.predicted_without + self._slowness * builder.seconds_added
+            with_prompts = (
+                decode_factor * builder.predicted_without
+                + self._prompt_factor * builder.seconds_added
+            )
             seconds = max(seconds, with_prompts)
         if self._stage_times is not None:
             self._stage_times.planned(now, seconds)
@@ -157,11 +165,11 @@ class TimeBudget:
             return
         if not builder.num_prompt_tokens:
             if builder.num_decodes:
-                self._without = measured / without
+                self._decode_factor = measured / without
             return
-        base = without * (self._without or 0.0)
+        base = without * (self._decode_factor or 0.0)
         if builder.num_decodes and measured < STALE_SHARE * base:
-            self._without = None
+            self._decode_factor = None
         elif builder.num_prompt_tokens >= TOKENS_MIN and added:
             if not builder.num_decodes and self._added:
                 return  # the iteration had no limit, so its prompts may be unusually large
@@ -175,24 +183,24 @@ class TimeBudget:
 
     def _backlog_factor(self, num_tokens: int) -> float:
         """Let generating turns wait a little longer if many prompts wait for their first tokens."""
-        slowness = self._slowness if self._added else self._without or 0.0
-        seconds = slowness * self._seconds_per_token * num_tokens
+        factor = self._prompt_factor if self._added else self._decode_factor or 0.0
+        seconds = factor * self._seconds_per_token * num_tokens
         return min(max(seconds / BACKLOG_SECONDS, 1.0), BACKLOG_FACTOR)
 
     @property
-    def _slowness(self) -> float:
-        """The factor b; only valid if a ratio was measured."""
+    def _prompt_factor(self) -> float:
+        """Only valid if a ratio was measured."""
         return second_highest([each.ratio for each in self._added])
 
-    def _predicted_within(self, seconds: float, a: float) -> float:
+    def _predicted_within(self, seconds: float, decode_factor: float) -> float:
         """Return the limit for the prompts' predicted seconds, so that they really take `seconds`."""
         if not self._added:
-            return seconds / a
-        b, most = self._slowness, max(each.predicted for each in self._added)
-        if b * most < seconds:  # more than was measured: grow, unless the latest was slow
-            latest = max(b, self._added[-1].ratio)
+            return seconds / decode_factor
+        factor, most = self._prompt_factor, max(each.predicted for each in self._added)
+        if factor * most < seconds:  # more than was measured: grow, unless the latest was slow
+            latest = max(factor, self._added[-1].ratio)
             return max(most, min(seconds / latest, GROWTH * most) if latest else GROWTH * most)
-        return seconds / b if seconds else 0.0
+        return seconds / factor if seconds else 0.0
 
 
 def second_highest(values: Sequence[float]) -> float:
