@@ -67,7 +67,7 @@ class IterationBuilder:
         # Chunks that the iteration completes and that have no identity yet, with their generations.
         self.completed: list[tuple[Turn, Chunk, int]] = []
         self.num_recomputed = 0  # positions that had KV before
-        self.num_ranges_max = 0  # most disconnected slices of one turn
+        self.num_ranges_max = 0  # maximum number of separate slices of one turn
         self.required_pages = 0  # pages that should become available
         self._size = chunk_tokens
 

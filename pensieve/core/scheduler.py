@@ -89,7 +89,7 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # cancelled or warmed turns, whose ends are in no outcome
+        self._ended: list[Ended] = []  # cancelled and warmed turns; `commit` does not report them
         self._started: list[TurnStart] = []  # turns that have started since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
@@ -130,7 +130,7 @@ class Scheduler:
         )
 
     def drain_ended(self) -> list[Ended]:
-        """Return the turns whose ends are in no outcome: cancelled and warmed turns."""
+        """Return the cancelled and warmed turns that have ended. `commit` does not report them."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -221,8 +221,8 @@ class Scheduler:
                     return None
                 changed = self._num_changes() != changes or self.cache.available > available
                 assert changed, "turns wait, but nothing that they wait for can happen"
-                # Pages became available without a copy. But they may hold KV of the turn that lacks pages,
-                # so ask for more.
+                # Idle pages became available at once. Some may hold the waiting turn's own KV and so do not
+                # help it. Plan again with more pages.
                 return self.plan(now, 2 * extra_pages + 1)
         return self._launch(builder, swap_outs, now)
 
@@ -446,7 +446,7 @@ class Scheduler:
         self._plan_streamed(builder, blocked, now)
 
     def _end_warmed(self, now: float) -> None:
-        """End the warms whose contexts are complete."""
+        """End the turns that only warm the cache, once their contexts are computed."""
         for turn in list(self.running.values()):
             if turn.warm and not turn.num_uncommitted and turn.frontier >= len(turn.tokens):
                 self.cache.register(turn)
@@ -612,7 +612,7 @@ class Scheduler:
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
-        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # in no outcome
+        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # `commit` reports neither
             self._ended.append(Ended(turn, reason))
         if turn.usage.admitted_at is not None:
             self._forgotten.append(turn.attempt_id)
@@ -647,8 +647,8 @@ class Scheduler:
         del self._turns[turn.attempt_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.log_tokens is not None:
-            # A turn that was never admitted has computed nothing. KV after its history comes from a turn
-            # that is in no log. Discard that KV, because this turn's prompt may now be added to the log.
+            # A turn that was never admitted computed nothing. If the cache has KV after that turn's history,
+            # a turn that was not recorded left the KV. Discard it: the log may now continue differently.
             admitted = turn.usage.admitted_at is not None
             if turn.is_temporary and admitted:
                 self.cache.keep_found(turn, now)
@@ -693,7 +693,7 @@ class SchedulerCounters:
     iterations: int = 0
     tokens: int = 0  # computed positions
     recomputed_tokens: int = 0  # computed positions that had KV before
-    repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
+    repaired_ranges_max: int = 0  # maximum number of separate slices of one turn in an iteration
     suspensions: int = 0
     resumptions: int = 0
     streamed: int = 0  # admissions of turns whose KV stays on the host
