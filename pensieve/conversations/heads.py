@@ -206,7 +206,7 @@ def first_turn(
     setting: TemplateSetting,
 ) -> list[list[int]]:
     """Return the tokens of each message of the first turn, after the head of the `first` messages."""
-    return template.behind(head, first, messages, setting)
+    return template.tokens_after_head(head, first, messages, setting)
 
 
 def check_fits(

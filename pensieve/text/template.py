@@ -21,9 +21,9 @@ generation prompt belongs to the last message. The rendering is tokenised as a w
 border belongs to the later message. Each border costs a rendering. So with more than BORDERS_MAX messages (a
 history that a client sends) the last message gets all tokens.
 
-**Heads.** The *head* of some first messages is the tokens that are the same in all conversations with these
-first messages. A head ends with a control token, because a tokenizer joins nothing across a control token. So
-the tokens of the head and the tokens of the rest are exactly the tokens of the whole opening.
+**Heads.** Conversations that begin with the same messages begin with the same tokens. These tokens are the
+*head* of the messages. A head ends with a control token, because a tokenizer joins nothing across a control
+token. So the tokens of the head and the tokens of the rest are exactly the tokens of the whole opening.
 
 **Trust.** Templates come from the operator and are trusted. All constants of a template are `TemplateText`;
 all data is plain text.
@@ -55,7 +55,8 @@ from pensieve.text.sandbox import Sandbox
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
-# Two different user messages. A head is cut from the beginning that the openings with "a" and "b" share.
+# Two different user messages. The head lies within the common prefix of the opening with "a" and the opening
+# with "b".
 FOLLOWING = ("a", "b")
 BORDERS_MAX = 128  # with more messages, their ends are not computed; each end costs one rendering
 REPLY = "\udfff"  # placeholder for the reply before the messages of a delta
@@ -173,14 +174,14 @@ class ChatTemplate:
             text[: encoded.starts[count - 1]],
         )
 
-    def behind(
+    def tokens_after_head(
         self,
         head: CommonOpening,
         first: Sequence[Message],
         messages: Sequence[Message],
         setting: TemplateSetting,
     ) -> list[list[int]]:
-        """Return the tokens of each message after `head` in a log that begins with `first` and `messages`.
+        """Return the tokens that follow `head`, by message, in a log of `first` and then `messages`.
 
         `head` is the head of the `first` messages.
         """
@@ -199,7 +200,9 @@ class ChatTemplate:
             or encoded.ids[:skipped] != head.token_ids[-1:]
         ):
             raise InvalidArgument(
-                "messages", "before these messages, the chat template writes the prefix differently"
+                "messages",
+                "the chat template writes the declared prefix differently when these messages follow, so the "
+                "prefix cannot be used",
             )
         borders = self._borders(text, [], before + new, setting, len(before))
         return _by_message(encoded, [max(each - written_before, 0) for each in borders], skipped)
@@ -223,7 +226,7 @@ class ChatTemplate:
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
-        return _by_message(encoded, borders, self._closed(encoded.ids, last_token_id))
+        return _by_message(encoded, borders, self._num_closing_sampled(encoded.ids, last_token_id))
 
     def render(
         self, messages: Sequence[Message], setting: TemplateSetting, *, reply_follows: bool = True
@@ -358,8 +361,11 @@ class ChatTemplate:
         ends_at = encoded.starts[count] if count < len(encoded.starts) else end + 1
         return ends_at <= end and encoded.ids[count - 1] in self.tokenizer.control_ids
 
-    def _closed(self, ids: list[int], last_token_id: int | None) -> int:
-        """Return how many of the first tokens of a delta the model has already sampled to end its turn."""
+    def _num_closing_sampled(self, ids: list[int], last_token_id: int | None) -> int:
+        """Return the number of tokens at the start of a delta to skip.
+
+        The model has already sampled these tokens, as the end of its turn.
+        """
         if last_token_id not in self.end_of_turn_ids:
             return 0
         for index, token_id in enumerate(ids):

@@ -60,21 +60,21 @@ def test_a_head_and_what_follows_it_are_the_opening_as_a_whole(family: Family) -
         assert len(spans) == len(first)
         assert all(stop == start for (_, stop), (start, _) in pairwise(spans))
         for messages in FOLLOWERS:
-            behind = template.behind(head, first, messages, setting)
+            after_head = template.tokens_after_head(head, first, messages, setting)
             whole = template.opening([*first, *messages], setting)
-            assert head.token_ids + flat(behind) == flat(whole)
+            assert head.token_ids + flat(after_head) == flat(whole)
             rendered = template.render([*first, *messages], setting)
             encoded = template.tokenizer.encode(rendered, at_start=True)
-            assert head.token_ids + flat(behind) == encoded.ids
-            assert behind[1:] == whole[len(first) + 1 :]
+            assert head.token_ids + flat(after_head) == encoded.ids
+            assert after_head[1:] == whole[len(first) + 1 :]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
 def test_without_a_head_all_of_the_opening_follows(family: Family) -> None:
     template, setting = template_of(family), setting_of(family)
     for first in firsts_of(family):
-        behind = template.behind(NO_HEAD, first, [user("Hello")], setting)
-        assert flat(behind) == flat(template.opening([*first, user("Hello")], setting))
+        after_head = template.tokens_after_head(NO_HEAD, first, [user("Hello")], setting)
+        assert flat(after_head) == flat(template.opening([*first, user("Hello")], setting))
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, PHI_3], ids=by_name)
@@ -96,8 +96,8 @@ def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
     head = template.head(first, setting)
     assert head.token_ids[-1] in template.end_of_turn_ids
     delta = template.delta([user("Hello")], head.token_ids[-1], setting)
-    behind = template.behind(head, first, [user("Hello")], setting)
-    assert flat(delta) == flat(behind)
+    after_head = template.tokens_after_head(head, first, [user("Hello")], setting)
+    assert flat(delta) == flat(after_head)
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, SMOLLM2], ids=by_name)
@@ -106,9 +106,9 @@ def test_tools_are_in_the_head_or_follow_it(family: Family, first: list[Message]
     template = template_of(family)
     setting = TemplateSetting((TOOL,), setting_of(family).options)
     head = template.head(first, setting)
-    behind = template.behind(head, first, [user("Hello")], setting)
+    after_head = template.tokens_after_head(head, first, [user("Hello")], setting)
     whole = template.opening([*first, user("Hello")], setting)
-    assert head.token_ids + flat(behind) == flat(whole)
+    assert head.token_ids + flat(after_head) == flat(whole)
     if family in (QWEN_2_5, QWEN_3):
         assert "get_weather" in spoken(template, head.token_ids)
 
@@ -119,9 +119,9 @@ def test_options_of_the_template_count() -> None:
     for quiet in True, False:
         setting = TemplateSetting(options={"enable_thinking": quiet})
         head = template.head(first, setting)
-        behind = template.behind(head, first, [user("Hello")], setting)
+        after_head = template.tokens_after_head(head, first, [user("Hello")], setting)
         whole = template.opening([*first, user("Hello")], setting)
-        assert head.token_ids + flat(behind) == flat(whole)
+        assert head.token_ids + flat(after_head) == flat(whole)
 
 
 def test_a_system_prompt_that_moves_to_the_last_message_is_not_in_the_head() -> None:
@@ -137,9 +137,9 @@ def test_a_template_without_control_tokens_has_no_head() -> None:
     )
     head = template.head([SYSTEM, *SHOTS], NOTHING)
     assert (head.token_ids, head.spans) == ([], ((0, 0),) * 5)
-    behind = template.behind(head, [SYSTEM, *SHOTS], [user("Hello")], NOTHING)
+    after_head = template.tokens_after_head(head, [SYSTEM, *SHOTS], [user("Hello")], NOTHING)
     whole = template.opening([SYSTEM, *SHOTS, user("Hello")], NOTHING)
-    assert flat(behind) == flat(whole)
+    assert flat(after_head) == flat(whole)
 
 
 def counting() -> ChatTemplate:
@@ -151,21 +151,21 @@ def counting() -> ChatTemplate:
 def test_a_template_head_that_depends_on_later_messages_is_refused() -> None:
     template = counting()
     head = template.head([SYSTEM], NOTHING)
-    behind = template.behind(head, [SYSTEM], [user("Hello")], NOTHING)
+    after_head = template.tokens_after_head(head, [SYSTEM], [user("Hello")], NOTHING)
     whole = template.opening([SYSTEM, user("Hello")], NOTHING)
-    assert head.token_ids + flat(behind) == flat(whole)
+    assert head.token_ids + flat(after_head) == flat(whole)
     longer = [user("Hello"), Message("assistant", "yes"), user("So?")]
-    with pytest.raises(InvalidArgument, match="writes the prefix differently"):
-        template.behind(head, [SYSTEM], longer, NOTHING)
+    with pytest.raises(InvalidArgument, match="writes the declared prefix differently"):
+        template.tokens_after_head(head, [SYSTEM], longer, NOTHING)
 
 
 def test_the_head_of_a_reasoning_model_has_no_thinking_that_the_template_drops() -> None:
     template = template_of(DEEPSEEK_R1)
     first = [user("So?"), Message("assistant", "<think>Hm.</think>Yes.")]
     head = template.head(first, NOTHING)
-    behind = template.behind(head, first, [user("Hello")], NOTHING)
+    after_head = template.tokens_after_head(head, first, [user("Hello")], NOTHING)
     whole = template.opening([*first, user("Hello")], NOTHING)
-    assert head.token_ids + flat(behind) == flat(whole)
+    assert head.token_ids + flat(after_head) == flat(whole)
 
 
 def test_what_a_template_refuses_has_no_head() -> None:

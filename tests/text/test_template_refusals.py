@@ -32,9 +32,9 @@ def test_a_conversation_begins_with_any_number_of_messages() -> None:
     template, first = template_of(QWEN_3), [user("x"), Message("assistant", "y")] * MESSAGES_MAX
     head = template.head(first, NOTHING)
     assert len(head.spans) == len(first)
-    behind = template.behind(head, first, [user("z")], NOTHING)
+    after_head = template.tokens_after_head(head, first, [user("z")], NOTHING)
     whole = template.tokenizer.encode(template.render([*first, user("z")], NOTHING), at_start=True)
-    assert head.token_ids + flat(behind) == whole.ids
+    assert head.token_ids + flat(after_head) == whole.ids
 
 
 @pytest.mark.parametrize(

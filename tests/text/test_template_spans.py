@@ -80,7 +80,7 @@ def test_of_very_many_messages_the_last_one_has_all_tokens(
     openings = template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)
     first = [user("Hello"), Message("assistant", "Yes")]
     head = template.head(first, NOTHING)
-    behind = template.behind(head, first, messages[2:], NOTHING)
+    after_head = template.tokens_after_head(head, first, messages[2:], NOTHING)
     renderings = []
     render = template._render
     monkeypatch.setattr(template_module, "BORDERS_MAX", 4)
@@ -90,9 +90,9 @@ def test_of_very_many_messages_the_last_one_has_all_tokens(
         lambda *arguments, **named: renderings.append(1) or render(*arguments[1:], **named),
     )
     coarse = template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)
-    coarse_behind = template.behind(head, first, messages[2:], NOTHING)
+    coarse_after_head = template.tokens_after_head(head, first, messages[2:], NOTHING)
     assert len(renderings) == 3
-    for one, fine in zip((*coarse, coarse_behind), (*openings, behind), strict=True):
+    for one, fine in zip((*coarse, coarse_after_head), (*openings, after_head), strict=True):
         assert flat(one) == flat(fine)
         assert len(one) == len(fine)
         assert not any(one[:-1])
