@@ -70,8 +70,8 @@ GOING_ON = {JobState.WAITING, JobState.RUNNING}
 # the states of the jobs of each activity
 ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)
 FILE_BYTES_MAX = 2 << 30
-LINES_MAX = 100_000  # lines with a request
-NUMBERS_MAX = 200_000  # lines, including blank ones
+REQUESTS_MAX = 100_000  # lines with a request
+LINES_MAX = 200_000  # lines, including blank ones
 PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # size of one write: about this many bytes or lines
 
 
@@ -96,8 +96,8 @@ class BatchJobs:
         # when a delayed job may continue, by the loop's clock
         self._later: dict[JobKey, float] = {}
         self._incoming: dict[JobKey, IncomingFile] = {}
-        # (is a check, tenant) -> number of the tenant's latest activity of this kind
-        self._turns: dict[tuple[bool, str], int] = {}
+        # (is a check, tenant) -> number of the activity of this kind that last served the tenant
+        self._last_served: dict[tuple[bool, str], int] = {}
         self._num_activities = 0
         self._closing = False
         self._news = [asyncio.Event() for _ in ACTIVITIES]  # set when an activity may have a job
@@ -292,7 +292,7 @@ class BatchJobs:
         return min(
             filter(may_go, jobs),
             key=lambda job: (
-                self._turns.get((job.state is JobState.CHECKING, job.key.tenant), 0),
+                self._last_served.get((job.state is JobState.CHECKING, job.key.tenant), 0),
                 states.index(job.state),
                 job.number,
             ),
@@ -306,7 +306,7 @@ class BatchJobs:
         activity = self._activities[key] = Activity(key, self._loop.time())
         self._num_activities += 1
         is_checked = job.state is JobState.CHECKING
-        self._turns[is_checked, key.tenant] = self._num_activities
+        self._last_served[is_checked, key.tenant] = self._num_activities
         try:
             if is_checked:
                 await self._worker.check(job, activity)
@@ -525,12 +525,12 @@ class IncomingFile:
 
     def _end_line(self) -> JobLine | None:
         self._num_lines += 1
-        if self._num_lines > NUMBERS_MAX:
-            raise InvalidArgument("chunk", f"a file has at most {NUMBERS_MAX:,} lines")
+        if self._num_lines > LINES_MAX:
+            raise InvalidArgument("chunk", f"a file has at most {LINES_MAX:,} lines")
         text, self._line, self._is_open = bytes(self._line), bytearray(), False
         if not text.strip():
             return None
         self._num_requests += 1
-        if self._num_requests > LINES_MAX:
-            raise InvalidArgument("chunk", f"a file has at most {LINES_MAX:,} requests")
+        if self._num_requests > REQUESTS_MAX:
+            raise InvalidArgument("chunk", f"a file has at most {REQUESTS_MAX:,} requests")
         return JobLine(self._num_lines, text.removesuffix(b"\r"))

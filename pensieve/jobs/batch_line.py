@@ -65,16 +65,16 @@ def read_line(
         request = parse(kind, body, served)
         _check_batch(request)
     except InvalidArgument as error:
-        return _line_error(number, custom_id, error, path)
+        return _from_invalid_argument(number, custom_id, error, path)
     return BatchLine(number, custom_id, request)
 
 
-def line_error(batch_line: BatchLine, error: PensieveError) -> LineError:
+def error_of_request(batch_line: BatchLine, error: PensieveError) -> LineError:
     """Describe why a valid request cannot be answered: template, tokenizer, context or engine."""
     line, custom_id, request = batch_line.line, batch_line.custom_id, batch_line.request
     if isinstance(error, InvalidArgument):
         named = Refusal(request.param(error.field), error.problem)
-        return _line_error(line, custom_id, named, "body")
+        return _from_invalid_argument(line, custom_id, named, "body")
     if isinstance(error, ContextFull):
         most = f"the limit is {error.tokens_max:,}"
         named = Refusal(
@@ -82,7 +82,7 @@ def line_error(batch_line: BatchLine, error: PensieveError) -> LineError:
             f"needs a context of {error.tokens:,} tokens, but {most}",
             "context_length_exceeded",
         )
-        return _line_error(line, custom_id, named, "body")
+        return _from_invalid_argument(line, custom_id, named, "body")
     return LineError(line, custom_id, error.reason.lower(), shortened(str(error)))
 
 
@@ -97,7 +97,7 @@ def answer_line(
     }
 
 
-def error_line(line_id: str, error: LineError) -> dict[str, Any]:
+def error_line_json(line_id: str, error: LineError) -> dict[str, Any]:
     return {
         "id": f"batch_req_{line_id}",
         "custom_id": error.custom_id,
@@ -153,7 +153,9 @@ def _check_batch(request: ParsedRequest) -> None:
             raise Refusal(name, problem, "unsupported_parameter")
 
 
-def _line_error(number: int, custom_id: str | None, error: InvalidArgument, path: str) -> LineError:
+def _from_invalid_argument(
+    number: int, custom_id: str | None, error: InvalidArgument, path: str
+) -> LineError:
     param = error.field if not path or error.field == path else f"{path}.{error.field}"
     code = error.code if isinstance(error, Refusal) else "invalid_value"
     if param == "line":

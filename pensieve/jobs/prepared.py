@@ -26,8 +26,8 @@ from pensieve.jobs.batch_line import (
     BatchLine,
     LineError,
     answer_line,
-    error_line,
-    line_error,
+    error_line_json,
+    error_of_request,
     read_line,
 )
 from pensieve.jobs.job_records import JobLine, JobUsage, NewAnswer, NewRefusal, StoredJob
@@ -74,7 +74,7 @@ class LineReader(NamedTuple):
             if len(tokens) >= self.context_max:
                 raise ContextFull(len(tokens) + 1, self.context_max)
         except PensieveError as error:
-            return line_error(found, error)
+            return error_of_request(found, error)
         samplings = tuple(self._sampling(found, n) for n in range(request.num_choices))
         bare = replace(request, turn=replace(request.turn, messages=()), prompt=None)
         return PreparedLine(
@@ -140,7 +140,7 @@ class ResultWriter(NamedTuple):
 
 
 def refusal(error: LineError) -> NewRefusal:
-    return NewRefusal(error.line, one_line(error_line(f"{error.line}", error)).rstrip())
+    return NewRefusal(error.line, one_line(error_line_json(f"{error.line}", error)).rstrip())
 
 
 def failed(line: BatchLine, reason: str) -> LineError:

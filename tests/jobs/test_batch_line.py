@@ -14,8 +14,8 @@ from pensieve.jobs.batch_line import (
     BatchLine,
     LineError,
     answer_line,
-    error_line,
-    line_error,
+    error_line_json,
+    error_of_request,
     read_line,
 )
 from pensieve.text import Message
@@ -218,17 +218,17 @@ def batch_line() -> BatchLine:
 
 
 def test_what_template_context_or_engine_refuse_is_named_like_that() -> None:
-    assert line_error(batch_line(), InvalidArgument("role", "no tools")) == LineError(
+    assert error_of_request(batch_line(), InvalidArgument("role", "no tools")) == LineError(
         7, "a-1", "invalid_value", "body.messages: no tools", "body.messages"
     )
-    assert line_error(batch_line(), ContextFull(5000, 4096)) == LineError(
+    assert error_of_request(batch_line(), ContextFull(5000, 4096)) == LineError(
         7,
         "a-1",
         "context_length_exceeded",
         "body.messages: needs a context of 5,000 tokens, but the limit is 4,096",
         "body.messages",
     )
-    assert line_error(batch_line(), TurnFailed("NAN_LOGITS", "no number")) == LineError(
+    assert error_of_request(batch_line(), TurnFailed("NAN_LOGITS", "no number")) == LineError(
         7, "a-1", "nan_logits", "no number"
     )
 
@@ -241,7 +241,7 @@ def test_lines_of_the_output() -> None:
         "error": None,
     }
     error = LineError(7, "a-1", "invalid_value", "body.n: must lie in 1..16", "body.n")
-    assert error_line("j-1", error) == {
+    assert error_line_json("j-1", error) == {
         "id": "batch_req_j-1",
         "custom_id": "a-1",
         "response": None,
