@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO
 from pensieve.cli.admin_stats import seconds_text
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import add_settings, tls_to, with_settings
-from pensieve.cli.reaching import check_reaching, check_whose, daemon_of, reached, start_daemon
+from pensieve.cli.reaching import (
+    check_engine_flags,
+    check_reaching,
+    daemon_of,
+    reached,
+    start_daemon,
+)
 from pensieve.config import ENGINE, REACH, Resolved, settings_for
 from pensieve.errors import (
     AlreadyExists,
@@ -102,11 +108,12 @@ class Requests(NamedTuple):
 
 @dataclass(frozen=True)
 class JobDaemon:
-    """The daemon for a job. `goes_on` tells the user what happens to the job after this process ends."""
+    """The daemon for a job."""
 
     client: Client
     name: str
-    goes_on: str
+    after_exit_text: str  # what happens to the job after this process ends: "continues at ADDRESS"
+    why_repeat: str  # what repeating the command does: "wait for its results"
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -130,7 +137,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
                 with contextlib.suppress(PensieveError):
                     daemon.client.jobs.delete(job_id, timeout=1.0)
                 raise
-            print(_way_back(arguments, job_id, daemon, error), file=sys.stderr)
+            print(_how_to_continue(arguments, job_id, daemon, error), file=sys.stderr)
             return 130 if isinstance(error, KeyboardInterrupt) else error.exit_code
     _say(arguments, job, output, errors, shown)
     return 0 if job.outcome == "completed" and not job.num_refused else 1
@@ -197,12 +204,11 @@ def _reach(
     if address is None:
         daemon = start_daemon(stack, resolved, "pensieve batch", False, ctrl_c)
         client = stack.enter_context(Client(daemon.address))
-        goes_on = f"it is kept in {data} and paused until then"
-        return JobDaemon(client, "the engine", goes_on)
+        return JobDaemon(client, "the engine", f"is paused and kept in {data}", "resume it")
     token, tls = resolved.settings.token, tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         info = reached(first)
-    check_whose(resolved, address, info)
+    check_engine_flags(resolved, address, info)
 
     def wait(seconds: float) -> None:
         progress.note(f"{address} is not ready; retrying, Ctrl-C gives up")
@@ -212,7 +218,7 @@ def _reach(
     client = stack.enter_context(
         Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=wait)
     )
-    return JobDaemon(client, address, "it continues there")
+    return JobDaemon(client, address, f"continues at {address}", "wait for its results")
 
 
 def _found_or_created(
@@ -269,14 +275,14 @@ def _ended(client: Client, job: Job, progress: ProgressLine, ctrl_c: CtrlC) -> J
     return job
 
 
-def _way_back(
+def _how_to_continue(
     arguments: argparse.Namespace, job_id: str, daemon: JobDaemon, error: BaseException
 ) -> str:
-    what = f"pensieve: {error}\n" if isinstance(error, PensieveError) else ""
-    same = "repeat the command"
+    problem = f"pensieve: {error}\n" if isinstance(error, PensieveError) else ""
+    repeat = "Repeat the command"
     if arguments.again:
-        same = f"repeat the command with --name {job_id} instead of --again"
-    return f"{what}job {job_id}: {daemon.goes_on}; {same} to continue it"
+        repeat = f"Repeat the command with --name {job_id} instead of --again"
+    return f"{problem}job {job_id} {daemon.after_exit_text}. {repeat} to {daemon.why_repeat}."
 
 
 # -- results --

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
-from pensieve.cli.reaching import check_reaching, check_whose, daemon_of, reached, start_daemon
+from pensieve.cli.reaching import (
+    check_engine_flags,
+    check_reaching,
+    daemon_of,
+    reached,
+    start_daemon,
+)
 from pensieve.config import Resolved
 from pensieve.errors import InvalidArgument
 
@@ -128,7 +134,7 @@ def _with_daemon_at(
     tls = tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         info = reached(first)
-    check_whose(resolved, address, info)
+    check_engine_flags(resolved, address, info)
     screen = Screen(bool(resolved.settings.plain))
     waiting = RetryNotice(ctrl_c, screen, address)
     client = stack.enter_context(

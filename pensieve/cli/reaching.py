@@ -69,7 +69,7 @@ def address_of(resolved: Resolved) -> tuple[str, Tls]:
     return address, tls_to(address, resolved)
 
 
-def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
+def check_engine_flags(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
     """Raise InvalidArgument for flags that have no effect, because the daemon is already running.
 
     Such settings from variables and files are ignored.

@@ -275,8 +275,9 @@ def test_ctrl_c_leaves_the_job_and_prints_how_to_continue(rig: JobsRig, tmp_path
         rig.call(work_on(rig, JobKey("", "long"), 5))
         terminal.read_until("5 of 21 lines, 120 tokens/s, 56% of prompt tokens saved, 8.0 s left")
         terminal.type("\x03")
-        assert "job long: it continues there; repeat the command to continue it" in text_of(
-            terminal.rest()
+        assert (
+            f"job long continues at {rig.server.address}. Repeat the command to wait for its results."
+            in text_of(terminal.rest())
         )
         assert terminal.wait() == 130
     assert not out.exists()
