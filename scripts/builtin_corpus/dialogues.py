@@ -100,9 +100,9 @@ def conversation(random: Random) -> Iterator[Exchange]:
         if draw < chattiness:
             yield _aside(random)
         elif draw < chattiness + (1 - chattiness) * 0.4:
-            yield _telling(random, memory)
+            yield _tell_random_facts(random, memory)
         else:
-            yield _asking(random, memory)
+            yield _ask_random_question(random, memory)
 
 
 def examination(random: Random, distance: int) -> list[Exchange]:
@@ -127,18 +127,20 @@ def examination(random: Random, distance: int) -> list[Exchange]:
             if draw < 0.35:
                 exchanges.append(_aside(random))
             elif draw < 0.75:
-                exchanges.append(_telling(random, memory, avoid=topic))
+                exchanges.append(_tell_random_facts(random, memory, avoid=topic))
             else:
-                exchanges.append(_asking(random, memory, avoid=topic))
+                exchanges.append(_ask_random_question(random, memory, avoid=topic))
 
     filler(random.randint(0, 3))
     if random.random() < 0.2:
-        exchanges.append(_told(random, memory, [draw_fact(random, topic)], small_letters=False))
+        exchanges.append(
+            _exchange_telling(random, memory, [draw_fact(random, topic)], small_letters=False)
+        )
         filler(random.randint(0, 2))
-    exchanges.append(_told(random, memory, [fact], small_letters=random.random() < 0.2))
+    exchanges.append(_exchange_telling(random, memory, [fact], small_letters=random.random() < 0.2))
     filler(distance - 1)
     known = memory.known[topic.key]
-    exchanges.append(_question(random, known, random.choice(topic.asks)))
+    exchanges.append(_exchange_asking(random, known, random.choice(topic.asks)))
     return exchanges
 
 
@@ -166,7 +168,7 @@ def _echo(random: Random) -> Exchange:
     return Exchange(f"{order}: {text}", f"You said: {text}", (text,))
 
 
-def _telling(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exchange:
+def _tell_random_facts(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exchange:
     """Tell one to three facts: new facts, or new values of known facts."""
     facts: list[Fact] = []
     for _ in range(random.choice((1, 1, 1, 1, 2, 3))):
@@ -177,12 +179,12 @@ def _telling(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exc
             facts.append(draw_fact(random, topic))
     if not facts:
         return _aside(random)
-    told = _told(random, memory, facts, small_letters=random.random() < 0.25)
+    told = _exchange_telling(random, memory, facts, small_letters=random.random() < 0.25)
     recalled = memory.some_known(random, avoid=avoid.key if avoid else "")
     if recalled is None or recalled.turn == memory.turn or random.random() > 0.08:
         return told
     recalled.turn = memory.turn
-    asked = _question(random, recalled, random.choice(recalled.fact.topic.asks))
+    asked = _exchange_asking(random, recalled, random.choice(recalled.fact.topic.asks))
     return Exchange(
         f"{told.user.rstrip('.!')}. {asked.user}",
         f"{told.reply} {asked.reply}",
@@ -190,7 +192,9 @@ def _telling(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exc
     )
 
 
-def _told(random: Random, memory: _Memory, facts: list[Fact], small_letters: bool) -> Exchange:
+def _exchange_telling(
+    random: Random, memory: _Memory, facts: list[Fact], small_letters: bool
+) -> Exchange:
     joint = random.choice((" and ", ", ", ". ", ", and "))
     clauses = []
     for fact in facts:
@@ -221,29 +225,29 @@ def _corrected(random: Random, clause: str) -> str:
     return random.choice(("no, ", "sorry, ", "actually, ", "now ", "but ")) + clause
 
 
-def _asking(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exchange:
+def _ask_random_question(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exchange:
     """Ask for one or two things, known or not."""
     avoided = avoid.key if avoid else ""
     first = memory.some_known(random, avoided)
     if first is None or random.random() < 0.2:
-        return _asking_in_vain(random, memory, avoid)
+        return _ask_unknown(random, memory, avoid)
     first.turn = memory.turn
     topic = first.fact.topic
     if topic.about and random.random() < 0.2:
-        return _asking_about(random, first)
+        return _ask_about(random, first)
     if random.random() < 0.06:  # "is my dog called Rex?" is answered with the known value
         other = draw_fact(random, topic).value if random.random() < 0.5 else first.value
         said = f"is it true that {topic.statement.replace('{v}', other).replace('your ', 'my ')}"
         said = said.replace(" you are ", " I am ").replace(" you ", " I ").replace("were", "was")
-        return _question(random, first, said)
+        return _exchange_asking(random, first, said)
     question = random.choice(topic.asks)
     second = memory.some_known(random, avoided)
     if second is None or second.fact.topic.key == topic.key or random.random() > 0.12:
-        return _question(random, first, question)
+        return _exchange_asking(random, first, question)
     second.turn = memory.turn
     joint = random.choice((" and ", " and ", "? "))
-    asked = _question(random, first, question)
-    also = _question(random, second, random.choice(second.fact.topic.asks))
+    asked = _exchange_asking(random, first, question)
+    also = _exchange_asking(random, second, random.choice(second.fact.topic.asks))
     return Exchange(
         asked.user.rstrip("?") + joint + also.user,
         f"{asked.reply} {also.reply}",
@@ -251,7 +255,7 @@ def _asking(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exch
     )
 
 
-def _asking_about(random: Random, known: _Known) -> Exchange:
+def _ask_about(random: Random, known: _Known) -> Exchange:
     about = known.fact.topic.about
     question = random.choice(
         (
@@ -268,7 +272,7 @@ def _asking_about(random: Random, known: _Known) -> Exchange:
     return Exchange(_styled(random, question, question=True), reply, (known.value,))
 
 
-def _asking_in_vain(random: Random, memory: _Memory, avoid: Topic | None) -> Exchange:
+def _ask_unknown(random: Random, memory: _Memory, avoid: Topic | None) -> Exchange:
     topic = random.choice(FIXED) if random.random() < 0.5 else draw_topic(random)
     while (
         topic.key in memory.known
@@ -279,13 +283,13 @@ def _asking_in_vain(random: Random, memory: _Memory, avoid: Topic | None) -> Exc
     question = random.choice(topic.asks)
     if topic.about and random.random() < 0.15:
         question = f"what did I tell you about {topic.about}"
-    unknown = topic.unknown
+    unknown = topic.unknown_clause
     if random.random() < 0.25:
         question, unknown = question.lower(), unknown.lower()
     return Exchange(_styled(random, question, True, True), f"You have not told me {unknown}.")
 
 
-def _question(random: Random, known: _Known, question: str) -> Exchange:
+def _exchange_asking(random: Random, known: _Known, question: str) -> Exchange:
     """Ask for one fact; the reply spells a name as it was told."""
     sentence = known.sentence
     if known.fact.topic.names_somebody:

@@ -6,7 +6,7 @@ repeats a fact in the same sentence, so finding the value only requires attentio
 context, not eloquence.
 
 `{v}` stands for the value in `statement` and `tells`. Sentences have no final punctuation. The user says
-`tells` and `asks`; the model says `statement` and `unknown`.
+`tells` and `asks`. The model says `statement`, or "You have not told me" and `unknown_clause`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HELD_OUT_SHARE = 8  # one value in eight of every topic is never used in trainin
 class Topic:
     key: str
     statement: str  # "your dog is called {v}"
-    unknown: str  # "what your dog is called"
+    unknown_clause: str  # "what your dog is called", after "You have not told me"
     tells: tuple[str, ...]
     asks: tuple[str, ...]
     draw: Draw

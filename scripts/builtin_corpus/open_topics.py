@@ -12,7 +12,7 @@ def person_topics(name: str) -> tuple[Topic, ...]:
         Topic(
             key=f"{name} lives",
             statement=f"{name} lives in {{v}}",
-            unknown=f"where {name} lives",
+            unknown_clause=f"where {name} lives",
             tells=(
                 f"{name} lives in {{v}}",
                 f"my friend {name} lives in {{v}}",
@@ -33,7 +33,7 @@ def person_topics(name: str) -> tuple[Topic, ...]:
         Topic(
             key=f"{name} likes",
             statement=f"{name} likes {{v}}",
-            unknown=f"what {name} likes",
+            unknown_clause=f"what {name} likes",
             tells=(
                 f"{name} likes {{v}}",
                 f"my friend {name} likes {{v}}",
@@ -54,7 +54,7 @@ def person_topics(name: str) -> tuple[Topic, ...]:
         Topic(
             key=f"{name} works",
             statement=f"{name} works as {{v}}",
-            unknown=f"what {name} does for a living",
+            unknown_clause=f"what {name} does for a living",
             tells=(
                 f"{name} works as {{v}}",
                 f"{name} is {{v}}",
@@ -73,7 +73,7 @@ def person_topics(name: str) -> tuple[Topic, ...]:
         Topic(
             key=f"{name} old",
             statement=f"{name} is {{v}} years old",
-            unknown=f"how old {name} is",
+            unknown_clause=f"how old {name} is",
             tells=(f"{name} is {{v}} years old", f"{name} is {{v}}", f"{name} turned {{v}}"),
             asks=(f"how old is {name}", f"how old is {name}", f"what age is {name}"),
             draw=lambda random: str(random.randint(2, 99)),
@@ -86,7 +86,7 @@ def thing_topic(what: str) -> Topic:
     return Topic(
         key=f"the {what} lies",
         statement=f"the {what} is {{v}}",
-        unknown=f"where the {what} is",
+        unknown_clause=f"where the {what} is",
         tells=(
             f"the {what} is {{v}}",
             f"remember that the {what} is {{v}}",
@@ -115,7 +115,7 @@ def colour_topic(what: str) -> Topic:
     return Topic(
         key=f"{what} colour",
         statement=f"your {what} is {{v}}",
-        unknown=f"what colour your {what} is",
+        unknown_clause=f"what colour your {what} is",
         tells=(
             f"my {what} is {{v}}",
             f"I have a {{v}} {what}",

@@ -8,7 +8,7 @@ from scripts.builtin_corpus.facts import Topic, draw_city, draw_person, draw_tre
 NAME = Topic(
     key="name",
     statement="your name is {v}",
-    unknown="your name",
+    unknown_clause="your name",
     tells=(
         "my name is {v}",
         "my name is {v}",
@@ -51,7 +51,7 @@ SINGLE = (
     Topic(
         key="lives",
         statement="you live in {v}",
-        unknown="where you live",
+        unknown_clause="where you live",
         tells=(
             "I live in {v}",
             "I live in {v}",
@@ -75,7 +75,7 @@ SINGLE = (
     Topic(
         key="born",
         statement="you were born in {v}",
-        unknown="where you were born",
+        unknown_clause="where you were born",
         tells=("I was born in {v}", "I was born in {v}", "my place of birth is {v}"),
         asks=("where was I born", "in which city was I born", "what is my place of birth"),
         draw=draw_city,
@@ -83,7 +83,7 @@ SINGLE = (
     Topic(
         key="from",
         statement="you come from {v}",
-        unknown="where you come from",
+        unknown_clause="where you come from",
         tells=("I come from {v}", "I am from {v}", "I'm from {v}", "my home country is {v}"),
         asks=(
             "where do I come from",
@@ -96,7 +96,7 @@ SINGLE = (
     Topic(
         key="works",
         statement="you work as {v}",
-        unknown="what you do for a living",
+        unknown_clause="what you do for a living",
         tells=("I work as {v}", "I am {v}", "I'm {v}", "by profession I am {v}"),
         asks=(
             "what is my job",
@@ -111,7 +111,7 @@ SINGLE = (
     Topic(
         key="old",
         statement="you are {v} years old",
-        unknown="how old you are",
+        unknown_clause="how old you are",
         tells=("I am {v} years old", "I'm {v} years old", "my age is {v}", "I am {v}"),
         asks=("how old am I", "how old am I", "what is my age", "do you know how old I am"),
         draw=lambda random: str(random.randint(4, 99)),
@@ -120,7 +120,7 @@ SINGLE = (
     Topic(
         key="hobby",
         statement="your hobby is {v}",
-        unknown="your hobby",
+        unknown_clause="your hobby",
         tells=("my hobby is {v}", "my hobby is {v}", "as a hobby I do {v}"),
         asks=("what is my hobby", "what's my hobby", "which hobby do I have"),
         draw=one_of(words.HOBBIES),
@@ -129,7 +129,7 @@ SINGLE = (
     Topic(
         key="plays",
         statement="you play the {v}",
-        unknown="what you play",
+        unknown_clause="what you play",
         tells=("I play the {v}", "I can play the {v}", "I am learning the {v}"),
         asks=("what do I play", "which instrument do I play", "what instrument do I play"),
         draw=one_of(words.INSTRUMENTS),
@@ -137,7 +137,7 @@ SINGLE = (
     Topic(
         key="likes",
         statement="you like {v}",
-        unknown="what you like",
+        unknown_clause="what you like",
         tells=("I like {v}", "I like {v}", "I love {v}", "remember that I like {v}"),
         asks=("what do I like", "what do I like", "what do I love", "do you know what I like"),
         draw=draw_treat,
@@ -145,7 +145,7 @@ SINGLE = (
     Topic(
         key="speaks",
         statement="you speak {v}",
-        unknown="what you speak",
+        unknown_clause="what you speak",
         tells=("I speak {v}", "I can speak {v}", "my language is {v}"),
         asks=("what do I speak", "which language do I speak", "what language do I speak"),
         draw=one_of(words.LANGUAGES),

@@ -44,7 +44,7 @@ def _called(who: str, draw: Draw, pet: bool) -> Topic:
     return Topic(
         key=f"{who} called",
         statement=f"your {who} is called {{v}}",
-        unknown=f"what your {who} is called",
+        unknown_clause=f"what your {who} is called",
         tells=tells,
         asks=(
             f"what is my {who} called",
@@ -73,7 +73,7 @@ def _favourite(what: str, draw: Draw) -> Topic:
     return Topic(
         key=f"favourite {what}",
         statement=f"your favourite {what} is {{v}}",
-        unknown=f"your favourite {what}",
+        unknown_clause=f"your favourite {what}",
         tells=(
             f"my favourite {what} is {{v}}",
             f"my favourite {what} is {{v}}",
@@ -104,7 +104,7 @@ def _number(what: str, fewest: int, most: int) -> Topic:
     return Topic(
         key=what,
         statement=f"your {what} is {{v}}",
-        unknown=f"your {what}",
+        unknown_clause=f"your {what}",
         tells=(
             f"my {what} is {{v}}",
             f"my {what} is {{v}}",
@@ -138,7 +138,7 @@ def _clock(what: str, verb: str) -> Topic:
     return Topic(
         key=f"{what} {verb}",
         statement=f"your {what} {verb} at {{v}}",
-        unknown=f"when your {what} {verb}",
+        unknown_clause=f"when your {what} {verb}",
         tells=(
             f"my {what} {verb} at {{v}}",
             f"my {what} {verb} at {{v}}",
@@ -167,7 +167,7 @@ def _date(what: str, draw: Draw) -> Topic:
     return Topic(
         key=f"{what} on",
         statement=f"your {what} is on {{v}}",
-        unknown=f"when your {what} is",
+        unknown_clause=f"when your {what} is",
         tells=(
             f"my {what} is on {{v}}",
             f"my {what} is on {{v}}",
@@ -194,7 +194,7 @@ def _secret(what: str) -> Topic:
     return Topic(
         key=what,
         statement=f"the {what} is {{v}}",
-        unknown=f"the {what}",
+        unknown_clause=f"the {what}",
         tells=(
             f"the {what} is {{v}}",
             f"the {what} is {{v}}",
