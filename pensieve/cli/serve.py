@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
     from pensieve.launch import daemon, systemd
 
-    setup = replace(daemon.setup_to_serve(resolved), take_early=early.take)
+    setup = replace(daemon.setup_to_serve(resolved), take_prestarted_engine=early.take)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
     # Ctrl-C must end a wait for the database.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,7 +52,7 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
         server.stopping.set()
 
     def ready(address: str) -> None:
-        urls = ", ".join([f"grpc://{address}", *(each.url for each in server.beside)])
+        urls = ", ".join([f"grpc://{address}", *(each.url for each in server.other_listeners)])
         log.info("ready %s (%.1f s)", urls, time.monotonic() - began)
         if resolved.settings.ready_file is not None:
             _write_ready(resolved.settings.ready_file, address)
@@ -65,7 +65,7 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    watchdog = loop.create_task(systemd.keep_watchdog(server.answers))
+    watchdog = loop.create_task(systemd.keep_watchdog(server.wait_for_store))
     try:
         await daemon.run(server, setup, daemon.Hooks(log.info, ready, stopping), hurry)
     finally:

@@ -106,7 +106,7 @@ class EngineProgram:
     model_folder: Path
     model_name: str = ""  # for people
     # Returns an engine process that was started before the settings were complete, if there is one.
-    take_early: Callable[[], EngineChild | None] = lambda: None
+    take_prestarted_engine: Callable[[], EngineChild | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class EngineClient:
         self._events = events
         self._report = report
         self._command = program.command
-        self._take_early = program.take_early
+        self._take_prestarted_engine = program.take_prestarted_engine
         self._patience = patience
         self._spare = SpareDescriptors(DESCRIPTORS_OF_A_START)
         self._loop = asyncio.get_running_loop()
@@ -293,7 +293,7 @@ class EngineClient:
         """
         self._spare.release()
         try:
-            child = self._take_early() or start_child(self._command)
+            child = self._take_prestarted_engine() or start_child(self._command)
         finally:
             self._spare.take()
         self._process = child.process

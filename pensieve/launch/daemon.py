@@ -84,7 +84,7 @@ class DaemonSetup:
     tool_calls: str = "auto"  # the format of the model's tool calls: one of `text.tool_calls.NAMES`
     sharing: Sharing = field(default_factory=Sharing)
     # Returns an engine process that is already starting.
-    take_early: Callable[[], EngineChild | None] = lambda: None
+    take_prestarted_engine: Callable[[], EngineChild | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,9 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         name = model_name(settings.model)
         if setup.engine_program[: len(programs.ECHO_ENGINE)] == programs.ECHO_ENGINE:
             name = "echo (arithmetic instead of a model)"
-        program = EngineProgram(setup.engine_program, written, folder, name, setup.take_early)
+        program = EngineProgram(
+            setup.engine_program, written, folder, name, setup.take_prestarted_engine
+        )
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
             spans = TurnSpans(program.model_name, setup.traces.export)

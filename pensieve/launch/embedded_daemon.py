@@ -45,8 +45,12 @@ class EmbeddedDaemon:
         report: Report,
         engine_program: tuple[str, ...] = programs.ENGINE,
         given_up: Callable[[], bool] = lambda: False,
-        take_early: Callable[[], EngineChild | None] = lambda: None,
+        take_prestarted_engine: Callable[[], EngineChild | None] = lambda: None,
     ) -> None:
+        """`take_prestarted_engine` returns an engine process that was started before its settings were read.
+
+        If it returns None, the daemon starts an engine.
+        """
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
         self.address = socket_address(path)
@@ -57,7 +61,7 @@ class EmbeddedDaemon:
             DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
             check_history_first=True,  # a user should see problems of the history before typing
-            take_early=take_early,
+            take_prestarted_engine=take_prestarted_engine,
         )
         self._report = report
         self._given_up = given_up

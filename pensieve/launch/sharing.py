@@ -89,7 +89,7 @@ async def announce(server: Server, announced: str = "") -> None:
     """Tell the other daemons this daemon's addresses. Call this when the server is listening."""
     store = server.daemon.store
     if store.is_shared:
-        http = next((each.url.partition("://")[2] for each in server.beside), "")
+        http = next((each.url.partition("://")[2] for each in server.other_listeners), "")
         addresses = (announced or server.address, http, server.metrics_address)
         host = announced.rpartition(":")[0]
         places = [_at(host, each) for each in addresses]

@@ -39,12 +39,15 @@ def watchdog_seconds() -> float | None:
     return int(period) / 1e6
 
 
-async def keep_watchdog(answers: Callable[[], Awaitable[None]]) -> None:
-    """Notify systemd as long as the event loop runs and `answers` returns. Runs in the serving loop."""
+async def keep_watchdog(wait_for_store: Callable[[], Awaitable[None]]) -> None:
+    """Notify systemd as long as the event loop runs and `wait_for_store` returns.
+
+    Runs in the serving loop.
+    """
     period = watchdog_seconds()
     if period is None:
         return
     while True:
-        await answers()
+        await wait_for_store()
         notify("WATCHDOG=1")
         await asyncio.sleep(period / 2)

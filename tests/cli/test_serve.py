@@ -351,10 +351,10 @@ def test_a_service_whose_store_does_not_answer_does_not_notify_systemd(
     async def watch() -> None:
         answering = asyncio.Event()
 
-        async def answers() -> None:
+        async def wait_for_store() -> None:
             await answering.wait()
 
-        watchdog = asyncio.create_task(systemd.keep_watchdog(answers))
+        watchdog = asyncio.create_task(systemd.keep_watchdog(wait_for_store))
         await asyncio.sleep(0.05)
         assert not told
         answering.set()

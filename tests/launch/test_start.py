@@ -66,7 +66,7 @@ def test_a_process_that_was_started_early_becomes_the_engine(tmp_path: Path) -> 
             "a test",
             lambda line: None,
             programs.ECHO_ENGINE,
-            take_early=iter([child, None]).__next__,
+            take_prestarted_engine=iter([child, None]).__next__,
         )
         with daemon, Client(daemon.address) as client:
             assert daemon.server is not None
@@ -87,7 +87,9 @@ def test_a_start_that_fails_ends_the_process_that_was_started_early(tmp_path: Pa
             assert child is not None
             children.append(child)
             early._child = child
-            with EmbeddedDaemon(settings_in(tmp_path), "a test", print, take_early=early.take):
+            with EmbeddedDaemon(
+                settings_in(tmp_path), "a test", print, take_prestarted_engine=early.take
+            ):
                 raise AssertionError("it has started")
 
     children: list[EngineChild] = []

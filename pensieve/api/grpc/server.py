@@ -167,7 +167,8 @@ class _OneQueue:
 class Server:
     """A daemon with its sockets and plugins.
 
-    `beside`: listeners for other protocols. They open after the gRPC sockets and close before the daemon.
+    `other_listeners`: listeners for other protocols. They open after the gRPC sockets and close before the
+    daemon.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Server:
         self.stopping = asyncio.Event()  # set to stop the server
         self.failure: BaseException | None = None  # the error, if the server stops unexpectedly
         self.address = ""
-        self.beside: list[Listener] = []
+        self.other_listeners: list[Listener] = []
         self.listening = listening
         path = listening.audit_log
         self._audit_log = AuditLog(path) if path is not None else None
@@ -264,7 +265,7 @@ class Server:
             watching.add_done_callback(self._watching_ended)
             self._background.append(watching)
         await self._server.start()
-        for listener in self.beside:
+        for listener in self.other_listeners:
             await listener.listen()
         self.audit.started(self.address)
         return self.address
@@ -283,7 +284,7 @@ class Server:
     def metrics_address(self) -> str:
         """HOST:PORT, with the actual port; "" if metrics are not served."""
         if self.listening.metrics == METRICS_ON_HTTP:
-            return next((each.url.partition("://")[2] for each in self.beside), "")
+            return next((each.url.partition("://")[2] for each in self.other_listeners), "")
         return self._metrics.address
 
     @property
@@ -356,7 +357,7 @@ class Server:
         lost = self._audit_log.num_lost if self._audit_log is not None else 0
         return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
 
-    async def answers(self) -> None:
+    async def wait_for_store(self) -> None:
         """Wait until the store threads respond. Return at once while the server stops."""
         if not self.stopping.is_set():
             await self.daemon.threads.store_answers()
@@ -376,7 +377,9 @@ class Server:
             await asyncio.sleep(0.02)
         for task in self._background:
             task.cancel()
-        await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())
+        await asyncio.gather(
+            *(each.close() for each in self.other_listeners), self._metrics.close()
+        )
         await self._server.stop(STOP_SECONDS)
         for forwarder in self._forwarders:
             await forwarder.close()

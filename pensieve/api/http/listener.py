@@ -51,7 +51,7 @@ class GuardedServer(Protocol):
     guard: Guard
     listening: Listening
     plugins: Sequence[Plugin]
-    beside: list[Any]  # listeners that open and close with the server
+    other_listeners: list[Any]  # listeners that open and close with the server
     forward_http: ForwardHttp | None  # forwards requests to the owner of a conversation
     http_application: Callable[[], Any]  # answers forwarded requests
 
@@ -86,7 +86,9 @@ def serve_http(
     server.http_application = make
     if not listening.http:
         return
-    server.beside.append(HttpListener(listening, make, server.guard.audit.certificate_reloaded))
+    server.other_listeners.append(
+        HttpListener(listening, make, server.guard.audit.certificate_reloaded)
+    )
 
 
 def connections_max() -> int:

@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 class HttpRig:
     def __init__(self, rig: DaemonRig) -> None:
         self.rig = rig
-        (listener,) = rig.server.beside
+        (listener,) = rig.server.other_listeners
         self.url = listener.url
         self.address = listener.url.removeprefix("http://")
 

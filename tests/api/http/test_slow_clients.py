@@ -161,7 +161,7 @@ def test_clients_that_take_nothing_are_cut_off_while_a_stream_goes_on(rig: HttpR
 def test_a_flood_of_connections_is_taken_in_little_by_little(rig: HttpRig) -> None:
     """The event loop accepts at most a few per step, so that running streams continue."""
     listener: Any
-    (listener,) = rig.rig.server.beside
+    (listener,) = rig.rig.server.other_listeners
     connections = listener._server.server_state.connections
     grown, are_in = list[int](), threading.Event()
 
