@@ -4,9 +4,9 @@ Each row is one shape: `batch` slices of `queries` tokens at the end of a contex
 same attention:
 
     here                multi_token_attention over pages in random order
-    contiguous          torch's fused attention on contiguous keys and values, in up to four ways, of which
-                        the fastest counts: as one padded batch or as a loop over slices, and with grouped
-                        heads (`enable_gqa`) or with the queries of a group folded into rows
+    contiguous          torch's fused attention on contiguous keys and values. Up to four ways are timed and
+                        the fastest counts: one padded batch or a loop over slices, with grouped heads
+                        (`enable_gqa`) or with a group's queries folded into rows
     copy_out            gather the pages into contiguous memory first, then attend
     token_by_token      multi_token_attention with one query at a time
     int8_kv             multi_token_attention over pages stored as int8 (`--kv-dtype int8`)
@@ -245,7 +245,7 @@ class Inputs:
             ways["loop, folded"] = loop(self._folded)
         return ways
 
-    def right(self, name: str = "") -> torch.Tensor:
+    def expected(self, name: str = "") -> torch.Tensor:
         """Return the expected result in float32; for int8_kv, computed from the quantised values."""
         out = torch.empty_like(self.query, dtype=torch.float32)
         keys, values = self.inputs.key_pages.float(), self.inputs.value_pages.float()
@@ -263,21 +263,21 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
     first = inputs[0]
     names = ["here", "int8_kv", "copy_out", "token_by_token", *first.contiguous()]
 
-    def act(one: Inputs, name: str) -> Run:
+    def variant_of(one: Inputs, name: str) -> Run:
         found: Run = getattr(one, name, None) or one.contiguous()[name]
         return found
 
-    right = first.right()
+    exact = first.expected()
     for name in names:
-        answer = act(first, name)().reshape(right.shape)
-        expected = first.right(name) if name == "int8_kv" else right
+        answer = variant_of(first, name)().reshape(exact.shape)
+        expected = first.expected(name) if name == "int8_kv" else exact
         check_close(name, answer, expected, TOLERANCE, where=f" at {shape}")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     call = 0
     for _ in range(repeats):
         for name in names:
             call += 1
-            run = act(inputs[call % copies], name)
+            run = variant_of(inputs[call % copies], name)
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
@@ -356,14 +356,14 @@ def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None
 def check_close(
     name: str,
     answer: torch.Tensor,
-    right: torch.Tensor,
+    expected: torch.Tensor,
     tolerance: dict[torch.dtype, float],
     where: str = "",
 ) -> float:
     """Return the largest error against float32. Raises PensieveError if it exceeds the tolerance.
 
     Called before a result is timed, so that no wrong result gets a figure."""
-    worst = float((answer.float() - right).abs().max())
+    worst = float((answer.float() - expected).abs().max())
     if not worst <= tolerance[answer.dtype]:  # also raises for NaN
         raise PensieveError(f"{name} is off by {worst}{where}")
     return worst

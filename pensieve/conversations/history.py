@@ -266,9 +266,10 @@ class History:
     def root_of(self, tenant: str, cache_salt: str = "") -> str:
         """Return the root of the identities of a tenant's chunks (core/identities.py).
 
-        KV depends on the tokenizer and the template only through the tokens, but a fingerprint of both costs
-        nothing. The salt is random, so nobody can guess an identity. If the salt cannot be read, the root is
-        `interim_root`, because a turn that leaves nothing on disk must not need the disk.
+        The root also covers the fingerprint of tokenizer and template. This is not necessary, because KV
+        depends only on the tokens, but it costs nothing. The salt is random, so nobody can guess an identity.
+        If the salt cannot be read, the root is `interim_root`, because a turn that leaves nothing on disk
+        must not need the disk.
         """
         if (root := self.roots.get(tenant)) is None:
             try:
@@ -407,7 +408,7 @@ class History:
                 pass
         request_id = request.request_id or f"{self._random_bits(128):032x}"
         new_turn = replace(
-            self._request(request, request_id, prompt),
+            self._new_turn(request, request_id, prompt),
             expected_revision=conversation.revision,
             expected_created_at=conversation.created_at,
         )
@@ -493,7 +494,7 @@ class History:
         messages = self._store.messages(conversation_id, tenant=tenant)
         return OutdatedTokens(conversation, messages, self._template, self.heads)
 
-    def _request(
+    def _new_turn(
         self, request: TurnRequest, request_id: str, prompt: Sequence[Sequence[int]] | None = None
     ) -> records.NewTurn:
         seed = request.options.sampling.seed or self._random_bits(63) + 1
@@ -505,7 +506,7 @@ class History:
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
         # `begin_turn` begins nothing for a turn in these states, but compares the content.
-        new_turn = self._request(request, request.request_id)
+        new_turn = self._new_turn(request, request.request_id)
         begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
         if begun.must_run and begun.turn.attempts != stored.attempts:
             # The turn was interrupted in between, so the store has begun it again. Undo this, because

@@ -50,7 +50,7 @@ class Eraser:
     def __init__(self, erasure: ErasureSteps, threads: Threads) -> None:
         self._erasure, self._threads = erasure, threads
         self._is_at_work = False
-        self._is_late = False  # a failure was logged
+        self._failure_logged = False  # a failure was logged
 
     def start(self) -> None:
         """Erase what is due, unless that is already running."""
@@ -63,13 +63,13 @@ class Eraser:
             while await self._threads.in_store(NOBODY, self._erasure.step):
                 await asyncio.sleep(ERASE_PAUSE_SECONDS)
         except PensieveError as error:  # the next sweep tries again
-            if not self._is_late:
+            if not self._failure_logged:
                 log.warning("deleted text cannot be erased from the history yet: %s", error)
-            self._is_late = True
+            self._failure_logged = True
         else:
-            if self._is_late:
+            if self._failure_logged:
                 log.warning("all deleted text is erased from the history")
-            self._is_late = False
+            self._failure_logged = False
         finally:
             self._is_at_work = False
 
@@ -169,7 +169,7 @@ class Scrubber:
     ) -> None:
         self._scrub, self._threads, self._seconds = scrub, threads, seconds
         self._is_pending, self._on_damage = is_pending, on_damage
-        self._is_late = False  # a failure was logged
+        self._failure_logged = False  # a failure was logged
 
     @property
     def num_passes(self) -> int:
@@ -192,11 +192,11 @@ class Scrubber:
                         continue
                     if problems := await self._threads.in_reader(NOBODY, self._scrub.step):
                         return await self._on_damage(problems)
-                    self._is_late = False
+                    self._failure_logged = False
             except PensieveError as error:  # such as an unreadable sector, or no free descriptor
-                if not self._is_late:
+                if not self._failure_logged:
                     log.error("the history could not be checked for damage: %s", error)
-                self._is_late = True
+                self._failure_logged = True
                 await asyncio.sleep(pause_seconds)
 
 

@@ -72,7 +72,7 @@ from pensieve.store.responses import StoredResponse
 
 log = logging.getLogger("pensieve")
 NO_REVISION = 0  # of an unstored turn
-READ_CHARACTERS_MAX = 16 << 10  # longer replies are parsed for calls in the text pool
+READ_CHARACTERS_MAX = 16 << 10  # the text pool parses longer replies for tool calls
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 
@@ -110,7 +110,9 @@ class TurnEnds:
         if live.phase is not TurnPhase.RUNNING:
             return
         if keep_tokens is not None:
-            live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier stop
+            live.kept = min(
+                keep_tokens, live.num_tokens
+            )  # a second stop never keeps more than the first
         if not live.stopped:
             live.stopped = True
             self._tell_to_stop(live)
@@ -157,7 +159,7 @@ class TurnEnds:
         live = self._turns.of_attempt(number)
         if reason == "ENGINE_FAILED":  # a failing engine ends all turns before its process exits
             self._engine_has_failed = True
-            if live is not None and self._dies_of(live):
+            if live is not None and self._count_engine_death(live):
                 reason = "ENGINE_DIED"
         elif live is not None:
             self._turns.suspects.ended(live)
@@ -178,8 +180,8 @@ class TurnEnds:
         had_turns = not self._engine_has_failed  # a failing engine has already ended all turns
         self._engine_has_failed = False
         for live in self._turns.all_live():
-            dies_of_it = had_turns and self._dies_of(live)
-            self.give_up(live, failure_of("ENGINE_DIED") if dies_of_it else failure)
+            has_too_many_deaths = had_turns and self._count_engine_death(live)
+            self.give_up(live, failure_of("ENGINE_DIED") if has_too_many_deaths else failure)
 
     # -- inside --
 
@@ -187,8 +189,8 @@ class TurnEnds:
         num_tokens = live.history_tokens + live.prompt_tokens + live.num_tokens
         self._engine.tell(CancelTurn(live.attempt_id, num_tokens))
 
-    def _dies_of(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had. Return True if the turn has too many deaths."""
+    def _count_engine_death(self, live: LiveTurn) -> bool:
+        """Count a death of the engine for a turn that it had. Return whether the turn has too many deaths."""
         if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
             return False
         log.error("the engine has died repeatedly while it had this turn", extra=ids_of(live))

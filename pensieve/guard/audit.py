@@ -147,7 +147,7 @@ class AuditLog:
         self._file = -1
         self._num_lost = 0  # since the last written line; used by both threads
         self._lock = threading.Lock()  # guards `_num_lost`
-        self._is_late = False  # the daemon's log has reported lost lines
+        self._loss_reported = False  # the daemon's log has reported lost lines
         self._lines: Queue[str | None] = Queue(LINES_MAX)
         try:
             self._open()
@@ -206,14 +206,14 @@ class AuditLog:
         except OSError as error:
             self._close_file()
             self._lose(len(lines))
-            if not self._is_late:
+            if not self._loss_reported:
                 log.warning("the audit log cannot be written, and loses lines: %s", error.strerror)
-            self._is_late = True
+            self._loss_reported = True
             return
         self._lose(-lost)
-        if self._is_late:
+        if self._loss_reported:
             log.warning("the audit log can be written again; %d lines are lost", lost)
-        self._is_late = False
+        self._loss_reported = False
 
     def _append(self, text: bytes) -> None:
         if self._file < 0 or self._was_moved():

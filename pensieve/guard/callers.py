@@ -28,7 +28,7 @@ from typing import Any
 
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
 from pensieve.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
-from pensieve.guard.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Limits
+from pensieve.guard.limits import INTEGER_LIMITS, LIMIT_NAMES, NO_LIMITS, Limits
 from pensieve.store.records import ID_PATTERN
 
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
@@ -130,9 +130,9 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
                 raise ConfigError(f"{path}: the {key} of token {number} is not a valid id")
         limits = {key: entry[key] for key in LIMIT_NAMES if key in entry}
         for key, value in limits.items():
-            kind: Any = int if key in WHOLE else int | float
+            kind: Any = int if key in INTEGER_LIMITS else int | float
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
-                whole = "whole " if key in WHOLE else ""
+                whole = "whole " if key in INTEGER_LIMITS else ""
                 raise ConfigError(
                     f"{path}: {key} of token {number} is not a positive {whole}number"
                 )

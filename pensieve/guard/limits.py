@@ -55,7 +55,9 @@ class Limits:
 
 NO_LIMITS = Limits()
 LIMIT_NAMES = tuple(each.name for each in fields(Limits))
-WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes", "prefixes_max"})
+INTEGER_LIMITS = frozenset(
+    {"turns_max", "calls_max", "storage_bytes", "unread_bytes", "prefixes_max"}
+)
 
 
 class Bucket:

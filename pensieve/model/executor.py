@@ -117,7 +117,7 @@ class TorchExecutor:
         if self._checksums is not None:
             self._checksums.begin(iteration.swap_outs)
         for start in iteration.started:
-            self._replies[start.attempt_id] = self._begun(start)
+            self._replies[start.attempt_id] = self._start_reply(start)
         for attempt_id in iteration.ended:
             self._forget(attempt_id)
         copies = self._forward.page_copies(iteration)
@@ -223,7 +223,7 @@ class TorchExecutor:
             samples.append(replace(token, text=text, stopped=stopped, repeats=reply.text.repeats))
         return samples, failures
 
-    def _begun(self, start: TurnStart) -> _Reply:
+    def _start_reply(self, start: TurnStart) -> _Reply:
         self.constraints.begin(start)
         sampling = start.sampling
         eos = frozenset() if sampling.ignore_eos else self._sampler.eos_token_ids

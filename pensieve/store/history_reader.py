@@ -93,8 +93,8 @@ class HistoryReader:
             if found is None:
                 return None
             turn = self._transactions.turn_as_read(conn, found.turn)
-        is_of_it = (turn.conversation_id, turn.tenant) == (conversation_id, tenant)
-        return turn if is_of_it else None
+        is_in_conversation = (turn.conversation_id, turn.tenant) == (conversation_id, tenant)
+        return turn if is_in_conversation else None
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
         """Return the owner of a conversation, or None if it has no owner or does not exist."""

@@ -29,8 +29,13 @@ class Housekeeper:
         # our session and epoch, if this daemon is in the row
         self._held: tuple[int, int] | None = None
 
-    def look(self, conn: Connection, session: int, next_epoch: Callable[[Connection], int]) -> None:
-        """Take the row if its daemon is gone. Called in the transaction that renews the lease."""
+    def claim_if_free(
+        self, conn: Connection, session: int, next_epoch: Callable[[Connection], int]
+    ) -> None:
+        """Put our session into the row if its daemon is gone.
+
+        Called in the transaction that renews the lease.
+        """
         owner, epoch, is_alive = conn.execute(
             "SELECT h.session, h.epoch, s.session IS NOT NULL AND"
             f" (s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
@@ -41,8 +46,8 @@ class Housekeeper:
             conn.execute("UPDATE housekeeping SET session = ?, epoch = ?", (owner, epoch))
         self._held = (owner, epoch) if owner == session else None
 
-    def looked(self) -> None:
-        """Apply the result of `look` after its transaction is committed."""
+    def claim_committed(self) -> None:
+        """Apply the result of `claim_if_free` after its transaction is committed."""
         self.is_ours = self._is_alone or self._held is not None
 
     def fence(self) -> Callable[[Connection], bool]:

@@ -35,7 +35,7 @@ class Leases:
         self._transactions, self._owners, self._housekeeper = transactions, owners, housekeeper
         self._tidy = tidy
         self._tidied_at = time.monotonic()
-        self._is_late = False  # a renewal has failed, and this was logged
+        self._failure_logged = False  # a renewal has failed, and this was logged
         # an attempt to end hanging transactions has failed, and this was logged
         self._is_end_refused = False
         self._ending = threading.Event()
@@ -57,8 +57,8 @@ class Leases:
     def _renew(self) -> None:
         with self._transactions.writing() as conn:
             self._owners.renew(conn)
-            self._housekeeper.look(conn, self._owners.session, next_number)
-        self._housekeeper.looked()
+            self._housekeeper.claim_if_free(conn, self._owners.session, next_number)
+        self._housekeeper.claim_committed()
 
     def close(self) -> None:
         """Stop the thread and close the connection. A second call does nothing."""
@@ -73,23 +73,23 @@ class Leases:
             try:
                 self._renew_and_tidy()
             except Exception:  # without this thread, other daemons would claim our conversations
-                if not self._is_late:
+                if not self._failure_logged:
                     log.exception("unexpected error in the lease thread, which continues")
-                self._is_late = True
+                self._failure_logged = True
 
     def _renew_and_tidy(self) -> None:
         try:
             self.renew()
         except PensieveError as error:
-            if not self._is_late:
+            if not self._failure_logged:
                 log.warning("cannot renew this daemon's lease, will retry: %s", error)
-            self._is_late = True
+            self._failure_logged = True
         else:
-            if self._is_late:
+            if self._failure_logged:
                 log.warning("this daemon's lease is renewed again")
-            self._is_late = False
+            self._failure_logged = False
         self._end_stopped()
-        if self._is_late:
+        if self._failure_logged:
             return
         if self._housekeeper.is_ours and time.monotonic() >= self._tidied_at + TIDY_SECONDS:
             self._tidied_at = time.monotonic()
@@ -100,7 +100,7 @@ class Leases:
         try:
             self._transactions.end_stopped()
         except Exception as error:  # after any error, the next renewal must still happen
-            if not self._is_late and not self._is_end_refused:
+            if not self._failure_logged and not self._is_end_refused:
                 log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
                 self._is_end_refused = True
         else:

@@ -53,9 +53,9 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 def test_all_contenders_of_a_shape_agree() -> None:
     one = bench_attention.Inputs(bench_attention.AttentionShape(3, 5, 70, 8, 2, 32, "float32"), 0)
-    right = one.right()
+    right = one.expected()
     answers = {"here": one.here().clone(), "one": one.token_by_token().clone()}
-    assert float((one.int8_kv() - one.right("int8_kv")).abs().max()) < 1e-5
+    assert float((one.int8_kv() - one.expected("int8_kv")).abs().max()) < 1e-5
     answers |= {name: run().reshape(right.shape) for name, run in one.contiguous().items()}
     assert len(answers) == 6
     for name, answer in answers.items():

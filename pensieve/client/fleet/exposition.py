@@ -82,7 +82,7 @@ def read(text: str) -> Families:
     """Parse a text into its families, in order."""
     families: Families = {}
     lines = [line.removesuffix("\r") for line in text.split("\n")]
-    is_open = END in lines
+    is_openmetrics = END in lines
     for number, line in enumerate(lines, 1):
         if line == END:
             break
@@ -94,11 +94,11 @@ def read(text: str) -> Families:
                 elif found[1] == "TYPE" and family.kind is None:
                     family.kind = found[3] or "untyped"
         elif line.strip(" \t"):
-            sample = _sample(line, keep_time=not is_open)
+            sample = _sample(line, keep_time=not is_openmetrics)
             if sample is None:
                 raise InvalidExposition(f"line {number} is not a sample")
             families.setdefault(_family_of(sample.name, families), Family()).samples.append(sample)
-    return _as_0_0_4(families) if is_open else families
+    return _as_0_0_4(families) if is_openmetrics else families
 
 
 def _sample(line: str, keep_time: bool) -> Sample | None:
