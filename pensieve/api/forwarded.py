@@ -14,7 +14,7 @@ FORWARDED = "pensieve.forwarded"  # key in the ASGI scope
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """A request that another daemon has forwarded to this one, with the caller that the other one named."""
+    """A request that another daemon forwarded to this daemon, and the caller that the other daemon named."""
 
     caller: Caller
     retry_key: str

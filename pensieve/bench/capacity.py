@@ -61,7 +61,7 @@ WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
 OURS_TOKENS = 2048  # token budget where the objective cuts prompts
 AIM = 0.87  # share of the objective in a search; see above
 OURS, MIXED, FIRST = "ours", "whole prompts", "prefill first"
-WAYS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by their names on the command line
+SCHEDULERS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by their names on the command line
 
 
 @dataclass(frozen=True)

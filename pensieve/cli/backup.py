@@ -33,13 +33,13 @@ def add_parser(commands: Any) -> None:
     backup.set_defaults(run=with_settings(back_up))
     restoring = commands.add_parser(
         "restore",
-        help="restore a history from a backup, as of a point in time",
-        description="Restore the history in --data from a backup: its latest state, or the latest one not "
-        "after --at. The history is checked before it is put in place.",
+        help="restore a moment of a history from a backup",
+        description="Restore a backup into --data. Without --at, the latest moment is restored. With --at, "
+        "the last moment up to that time. The history is checked before it is put in place.",
     )
     restoring.add_argument("folder", type=Path, metavar="FOLDER", help="the backup")
     restoring.add_argument(
-        "--list", action="store_true", help="only list the points in time that the backup has"
+        "--list", action="store_true", help="only list the moments that the backup has"
     )
     restoring.add_argument(
         "--at",
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     restoring.add_argument(
         "--last-good",
         action="store_true",
-        help="if a file of the backup is damaged or missing, restore the state before it",
+        help="if a file of the backup is damaged or missing, restore the last moment before it",
     )
     restoring.add_argument(
         "--replace", action="store_true", help="replace an existing history in --data"
@@ -103,7 +103,7 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
         f"to {resolved.settings.data}"
     )
     if restored.damage:
-        print(f"later states are damaged or missing: {restored.damage}")
+        print(f"later moments are damaged or missing: {restored.damage}")
     return 0
 
 

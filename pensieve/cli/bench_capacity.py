@@ -24,7 +24,7 @@ token within --ttft, and the median time in the queue below 2 s. The search doub
 Without --tbt, the command first measures the time of an iteration in which 32 turns generate, each with a
 context of 4,096 tokens. The two objectives, strict and relaxed, are 5 and 25 times this time. A search takes
 half an hour and reports its progress."""
-WAYS = ("ours", "whole", "first")
+SCHEDULERS = ("ours", "whole", "first")
 
 
 def add_parser(kinds: Any) -> None:
@@ -55,8 +55,9 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--schedulings",
         metavar="NAME,…",
-        default=",".join(WAYS),
-        help=f"ways to measure (default: {','.join(WAYS)})",
+        default=",".join(SCHEDULERS),
+        help="the schedulers to compare: ours, whole (whole prompts), first (prefill first) (default: "
+        f"{','.join(SCHEDULERS)})",
     )
     add_plot(parser, "the P99 of the gaps over the load")
     parser.set_defaults(run=run)
@@ -68,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     from pensieve.bench.capacity_load import OfferedLoad
 
     names = arguments.schedulings.split(",")
-    if unknown := [name for name in names if name not in bench.WAYS]:
+    if unknown := [name for name in names if name not in bench.SCHEDULERS]:
         raise InvalidArgument(
-            "schedulings", f"must be among {', '.join(bench.WAYS)}, not {unknown[0]!r}"
+            "schedulings", f"must be among {', '.join(bench.SCHEDULERS)}, not {unknown[0]!r}"
         )
     load = OfferedLoad(
         arguments.turns,
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.seconds,
         arguments.rounds,
         arguments.seed,
-        tuple(bench.WAYS[name] for name in names),
+        tuple(bench.SCHEDULERS[name] for name in names),
     )
     report = Report(arguments.json)
     rows = bench.run(options, report)

@@ -103,7 +103,8 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--stream",
         metavar="MODE",
-        help="auto, on or off, for the daemon that is started; see `pensieve serve`",
+        help="whether turns that do not fit on the device of the daemon that is started run with their KV in "
+        "the host tier: auto, on or off; see `pensieve serve`",
     )
     add_plot(parser, "the times")
     parser.set_defaults(run=run)

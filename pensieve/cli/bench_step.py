@@ -13,8 +13,9 @@ def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "step",
         help="compare an iteration of a model with the time to read its weights",
-        description="Check first that turns get the same tokens in a batch as alone. Then time one "
-        "iteration (forward pass and sampling) of turns that generate, alone and with a piece of a prompt. "
+        description="Check that each turn gets the same tokens in a batch as by itself. Then time an "
+        "iteration (forward pass and sampling) of generating turns, first without and then with a piece of a "
+        "prompt. "
         "Divide the iteration's time by the time to read the weights. The latter is computed from "
         "the memory bandwidth, which is measured between iterations.",
     )

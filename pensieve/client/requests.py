@@ -126,9 +126,7 @@ def _add_message(
 ) -> None:
     """Add a message in the form of OpenAI's API. None values count as missing."""
     if not isinstance(message, Mapping) or not {"content", "tool_calls"} & message.keys():
-        raise InvalidArgument(
-            "messages", f"each must be a mapping with keys of {', '.join(MESSAGE_KEYS)}"
-        )
+        raise InvalidArgument("messages", "each must be a mapping with `content` or `tool_calls`")
     for key in message:
         if key not in MESSAGE_KEYS:
             raise InvalidArgument(

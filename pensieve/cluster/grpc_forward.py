@@ -1,9 +1,9 @@
 """Forward a replica's gRPC calls to its daemon, as bytes, with metadata, deadline and errors.
 
-Ray passes the request and a context, which has the metadata and the client's address. The method returns the
-messages. The context carries status, details and trailing metadata back to Ray's proxy. Ray drops the
-trailing metadata if a method raises. So if the call to the daemon fails, the method does not raise. It puts
-the error into the context and sends an empty last message, which grpc_edge.py removes.
+Ray calls `unary` or `stream` with the request and a context, which has the metadata and the client's address.
+They return the response messages. The context carries status, details and trailing metadata back to Ray's
+proxy. Ray drops the trailing metadata if a method raises. So if the call to the daemon fails, the method does
+not raise. It puts the error into the context and sends an empty last message, which grpc_edge.py removes.
 
 If a client disconnects, Ray cancels the task of its call. This also cancels the call to the daemon.
 

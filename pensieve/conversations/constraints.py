@@ -37,7 +37,8 @@ class ConstraintChecker:
             return
         if options.sampling.ignore_eos:
             raise InvalidArgument(
-                "sampling.ignore_eos", "a reply with a constraint ends where the constraint is met"
+                "sampling.ignore_eos",
+                "cannot be combined with a constraint, which decides where the reply ends",
             )
         if self.knows(options):
             return

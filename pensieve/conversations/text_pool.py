@@ -21,7 +21,11 @@ class ChargedTextPool:
         self._history, self._threads, self._admission = history, threads, admission
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Call a function in the text pool. Text that does not fit is also charged: it was tokenized."""
+        """Call a function in the text pool.
+
+        Charge the tenant if the text does not fit the context, because it was tokenized. The caller charges
+        text that fits.
+        """
         try:
             return await self._threads.in_text_pool(tenant, function)
         except ContextFull as full:

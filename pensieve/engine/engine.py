@@ -354,7 +354,8 @@ class Engine:
         known.frombytes(message.tokens)
         if len(known) == waiting.first_position:
             # If the cache had valid KV of this conversation, the log would not have been needed. So a cached
-            # conversation with this id is outdated. Tokens are not compared, because a journal has none.
+            # conversation with this id is outdated. Do not compare the tokens of the two logs: during a
+            # replay there are no tokens, because a journal does not record them.
             self.scheduler.rewind(waiting.conversation_id, 0, now)
             self._begin(waiting, known, now)
         else:

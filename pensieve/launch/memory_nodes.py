@@ -28,7 +28,7 @@ Policy = tuple[int, frozenset[int]]
 
 
 def spread_memory(report: Callable[[str], None]) -> None:
-    """Spread memory that is written from now on over all nodes whose processors this process may use."""
+    """From now on, spread newly written memory over all nodes whose processors this process may use."""
     nodes = usable_nodes()
     if len(nodes) < 2:
         return
@@ -91,7 +91,7 @@ def _call(which: int, *arguments: object) -> None:
     """Make a system call that has no function in the C library."""
     calls = CALLS.get(platform.machine())
     if calls is None:
-        raise OSError(0, f"not known for {platform.machine()}")
+        raise OSError(0, f"Pensieve does not know the system call's number on {platform.machine()}")
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     if call(ctypes.c_long(calls[which]), *arguments) < 0:

@@ -8,9 +8,12 @@ An iteration has a fixed overhead and these costs (core/cost.py defines keys and
 
 `pensieve profile` does not compute these costs, but measures the seconds at several token counts. It also
 measures the cost of recomputing a chunk (`chunk_costs`).
-A machine may also have matrix kernels with tiles (core/cost.py), and collectives: with n devices, each layer
-adds up its results twice, which takes `collective_seconds`, and 2 (n - 1) / n times the bytes of the results
-over the link between the devices. Without these values, communication takes no time.
+A machine may have matrix kernels with tiles (core/cost.py).
+
+With n devices, each layer has two collectives. A collective takes `collective_seconds`, plus the time to send
+2 (n - 1) / n times the result's bytes over the link between the devices. Without these values, communication
+takes no time.
+
 `EFFICIENCY` is the part of a data sheet's rates that real kernels reach. The time of a copy between the tiers
 is its bytes divided by the link's rate, and the two directions are independent. Several devices (tensor
 parallel) count as one larger and faster device.

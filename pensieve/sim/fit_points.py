@@ -1,9 +1,9 @@
-"""Fit the costs of computing, as points (core/cost.py), to the measured iterations of a profile.
+"""Fit a cost model to the measured iterations of a profile.
 
-The unknowns are the seconds at each point, and the seconds of attention per key and per pair. The time of an
-iteration is linear in them: for a number of tokens or decodes between two points, the seconds are
-interpolated. The fit minimises the squares of relative errors with nonnegative unknowns; outliers count less
-(Huber).
+A point (core/cost.py) is a number of tokens (or decodes) and its seconds. Between two points, seconds are
+interpolated. So an iteration's time is linear in the unknowns: the seconds at each point, and the seconds of
+attention per key and per pair. The fit minimises the squares of relative errors. No unknown is negative, and
+outliers count less (Huber).
 
 There are points for the dense part, by number of tokens, and points for decodes, by number of decodes. Both
 are at powers of two. The dense points begin at two tokens. A slice of one token is a decode, whose dense cost
@@ -122,8 +122,11 @@ def chunk_profile(
     """Return the cost of recomputing a chunk.
 
     `measured` has the seconds of a chunk that ran alone, by the length of the context before it. The time of
-    the attention is the measured time minus a base. The base is the time after the shortest context, without
-    the attention that `cost` predicts there. Attention never takes less time after a longer context. So if a
+    the attention is the measured time minus a base:
+
+        base = measured time at the shortest context - attention time that `cost` predicts for that context
+
+    Attention never takes less time after a longer context. So if a
     longer context was measured as faster than the next shorter one, both get the mean of the two times. The
     dense part is taken from `cost`, for a full batch, because gaps are recomputed in full batches.
 

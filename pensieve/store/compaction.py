@@ -6,8 +6,9 @@
 Each step is one transaction. Between steps, the history is fully usable and verifiable.
 
     fence    append a few rows (the fence), each of which fills a whole leaf of the B-tree
-    move     append a copy of each live row before the fence, change the references to the copy, and wipe the
-             original; appending moves no existing cell. At the end, all rows before the fence are wiped.
+    move     copy each live row that lies before the fence to the end of the table, change the references to
+             the copy, and wipe the original. Appending moves no existing cell. At the end, all rows before
+             the fence are wiped.
     remove   delete the rows before the fence, from the first on. SQLite then balances the first leaf with the
              next two. That copies cells between pages, but only cells of wiped rows or of the fence.
     trim     move the last pages of the file into free pages, and shorten the file

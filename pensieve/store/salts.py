@@ -42,7 +42,8 @@ class Salts:
                 "INSERT INTO salts (tenant, salt) VALUES (?, ?) ON CONFLICT (tenant) DO NOTHING",
                 (tenant, drawn),
             )
-            stored = _find(conn, tenant)  # of another thread or daemon, if it was faster
+            # may be the salt that another thread or daemon inserted first
+            stored = _find(conn, tenant)
         assert stored is not None
         return stored
 

@@ -2,9 +2,9 @@
 
 A replica carries a rate of conversations if, after the warm-up, three figures meet their limits: the P99 time
 between the tokens of a reply, the median time to the first token, and the median time in the queue (2 s).
-Several sizes of host memory are tried: none, half of the device tier, and then doubled until the memory is
-never full or more of it adds nothing. The smallest size whose rate is within 5 % of the best is chosen. A
-conversation stays on its replica, so the number of replicas follows from the rate of one replica.
+The search tries no host memory, then half of the device tier, and then doubles the size. It stops when the
+memory is never full or more memory does not help. The smallest size whose rate is within 5 % of the best is
+chosen. A conversation stays on its replica, so the number of replicas follows from the rate of one replica.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Tally:
             return finished
 
     def check(self) -> None:
-        """Raise DeviceError if a rank has ended, so that copies are no longer counted."""
+        """Raise DeviceError if a rank has ended. Copies are not counted after that."""
         if self._reason is not None:
             raise DeviceError(self._reason)
 

@@ -214,8 +214,8 @@ def _likeliest(values: Tensor, width: int) -> Tensor:
 def _sort_keys(values: Tensor) -> Tensor:
     """Return distinct int64 keys that sort by larger value, then by lower id.
 
-    If the bits of negative numbers are inverted, the bits of float32 sort as integers like the floats.
-    Adding zero turns -0 into +0, because the two must tie.
+    Invert the bits of negative numbers, so that float32 bit patterns sort as integers in the order of the
+    floats. Adding zero turns -0 into +0, because the two must tie.
     """
     bits = (values + 0.0).view(torch.int32)
     bits ^= (bits >> 31) & 0x7FFF_FFFF
