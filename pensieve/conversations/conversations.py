@@ -110,7 +110,9 @@ class Conversations:
             FollowerLimits(
                 config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max
             ),
-            lambda live: self.ends.give_up(live),
+            lambda live: self.ends.give_up(
+                live
+            ),  # `ends` is made from the followers, so after them
         )
         self.ends = TurnEnds(
             self.turns, self.followers, history, threads, engine, admission, events
@@ -400,11 +402,11 @@ class Conversations:
             else:
                 self._threads.spawn(self._provide_log(event))
         now = self._threads.loop.time()
-        for number, live in longer.items():
+        for attempt_id, live in longer.items():
             if live.num_tokens and not live.num_timed:
                 self._events.first_token(live)
             self.latencies.came(live, now)
-            self.followers.wake(number)
+            self.followers.wake(attempt_id)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
         """Send the engine the log that a turn needs. On failure, give up the turn, which cannot run."""

@@ -77,7 +77,7 @@ from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Tokenizer
 
-UNNUMBERED = 0  # the event loop numbers the turns
+NO_ATTEMPT_ID = 0  # the event loop gives each attempt its id (`Turns.begin`)
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in these last tokens of a prompt
 
 
@@ -241,12 +241,11 @@ class History:
         self._store.erasure.finish()
 
     def warm(
-        self, conversation_id: str, number: int, cache_salt: str = "", *, tenant: str = ""
+        self, conversation_id: str, attempt_id: int, cache_salt: str = "", *, tenant: str = ""
     ) -> SubmitTurn | OutdatedTokens | None:
         """Make the message that brings the conversation's KV to the device.
 
-        `number`: the warm's number. Returns None if there is no log, or if a turn runs and brings the KV
-        itself.
+        Returns None if there is no log, or if a turn runs and brings the KV itself.
         """
         self._store.claim(conversation_id, tenant=tenant)
         conversation = self._store.get_conversation(conversation_id, tenant=tenant)
@@ -257,7 +256,7 @@ class History:
             return None
         key = cache_key(tenant, conversation_id)
         return SubmitTurn(
-            *(number, key, b"", length),
+            *(attempt_id, key, b"", length),
             warm=True,
             first_position=length,
             root=self.root_of(tenant, cache_salt),
@@ -428,7 +427,7 @@ class History:
             begun.turn,
             request,
             SubmitTurn(
-                UNNUMBERED,
+                NO_ATTEMPT_ID,
                 cache_key(tenant, conversation.conversation_id),
                 known.tobytes(),
                 history_tokens,
