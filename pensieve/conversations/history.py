@@ -312,17 +312,20 @@ class History:
         """Return the turn that this request retries. Raises InvalidArgument if that turn had other content.
 
         Returns None if there is no such turn, or if the turn failed or was interrupted, so that it may begin
-        again.
+        again. No turn runs because of this call: if the store has begun the turn again, it is interrupted.
         """
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
         )
-        return self._retried(request, stored)
+        return self._retried_if_known(request, stored)
 
     def begin_if_short(
         self, request: TurnRequest, short_characters: int
     ) -> StartedTurn | RetriedTurn | Draft | OutdatedTokens:
-        """Draft a turn. If there is little to tokenize, begin it too, which saves two changes of thread."""
+        """Find the turn that this request retries, or draft a turn (`draft`).
+
+        If there is little to tokenize, begin the turn too, which saves two changes of thread.
+        """
         drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
@@ -344,7 +347,7 @@ class History:
             return self._draft_opening(request)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        if (retried := self._retried(request, stored)) is not None:
+        if (retried := self._retried_if_known(request, stored)) is not None:
             return retried
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
@@ -498,9 +501,10 @@ class History:
         seed = request.options.sampling.seed or self._random_bits(63) + 1
         return request.new_turn(request_id, seed, prompt)
 
-    def _retried(
+    def _retried_if_known(
         self, request: TurnRequest, stored: records.StoredTurn | None
     ) -> RetriedTurn | None:
+        """Return the stored turn with this request_id for a retry; None if it may begin (again)."""
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
         # `begin_turn` begins nothing for a turn in these states, but compares the content.

@@ -506,16 +506,16 @@ class ConversationStore:
         """Return the turn that a request_id began. None if there is no such turn or conversation."""
         with self._transactions.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
-            found = turn_rows.find_request(conn, key, request_id)
+            found = turn_rows.find_turn_of_request(conn, key, request_id)
             return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
-    def find_keyed_turn(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
+    def find_turn_by_key(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
         """Return the turn of a request with an Idempotency-Key, in any conversation of the tenant.
 
         Return None if there is no such turn, or if the turn is not running and has no reply.
         """
         with self._transactions.reading() as conn:
-            return turn_rows.find_keyed_turn(conn, tenant, request_id)
+            return turn_rows.find_turn_by_key(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""
