@@ -110,9 +110,7 @@ class Conversations:
             FollowerLimits(
                 config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max
             ),
-            lambda live: self.ends.give_up(
-                live
-            ),  # `ends` is made from the followers, so after them
+            lambda live: self.ends.give_up(live),  # `ends` is made below
         )
         self.ends = TurnEnds(
             self.turns, self.followers, history, threads, engine, admission, events
@@ -275,7 +273,10 @@ class Conversations:
         return live
 
     async def find_stored_retried(self, request: TurnRequest) -> LiveTurn | None:
-        """Return the turn that this request retries, live or ended. Asks the store; no turn begins."""
+        """Return the turn that this request retries, live or ended. Asks the store.
+
+        No turn runs because of this call.
+        """
         if not request.request_id or self._num_lookups[request.tenant] == RETRY_LOOKUPS_MAX:
             return None
         self._num_lookups[request.tenant] += 1

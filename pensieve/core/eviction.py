@@ -1,4 +1,4 @@
-"""Evict: choose chunks to evict when a page is needed, and chunks to copy to the host ahead of need.
+"""Decide when a chunk is evicted or copied to the host: when a page is needed, and ahead of need.
 
 The policy (policies/) only gives the chunks a value.
 
