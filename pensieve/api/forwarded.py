@@ -17,7 +17,7 @@ class ForwardedRequest:
     """A request that another daemon forwarded to this daemon, and the caller that the other daemon named."""
 
     caller: Caller
-    retry_key: str
+    forwarding_key: str  # drawn by the other daemon, because both may execute the request
     elsewhere: OwnedElsewhere | None = None  # the owner, if this daemon could not answer
 
 
@@ -25,7 +25,7 @@ class HttpRequest(Protocol):
     """A request that can be forwarded, and its answer."""
 
     scope: Mapping[str, Any]
-    retry_key: str
+    forwarding_key: str  # set when the request is forwarded first
 
     @property
     def received(self) -> bytes | None: ...

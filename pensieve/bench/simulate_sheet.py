@@ -58,9 +58,7 @@ def sheet(rows: Sequence[Row], facts: Iterable[str]) -> Sheet:
     several = [key for key in SWEPT if len(tried[key]) > 1]
     fixed = [_named(key, values[0]) for key, values in tried.items() if len(values) == 1]
     compared = (
-        f"Retention policies {', '.join(policies)}"
-        if len(policies) > 1
-        else f"Policy {policies[0]}"
+        f"Eviction policies {', '.join(policies)}" if len(policies) > 1 else f"Policy {policies[0]}"
     )
     over = f" by {' and '.join(SWEPT[key].split(' (')[0] for key in several)}" if several else ""
     made = Sheet(f"{compared}{over}", [*facts, *fixed, *_repeats(rows)], WIDTH)

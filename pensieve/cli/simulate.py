@@ -38,7 +38,7 @@ examples:
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
 Value = TypeVar("Value")
 
-COMPARED = ("lru", "value", "return")
+COMPARED_POLICIES = ("lru", "value", "return")
 AUTO = -1  # as many tokens as fit
 PROMPT_SECONDS = 0.05  # the default of a daemon, see config/settings.py
 
@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         help="run the scheduler and the cache on a trace, with a virtual clock",
-        description="Compare retention policies, or predict how a model performs on a machine. A trace is a "
+        description="Compare eviction policies, or predict how a model performs on a machine. A trace is a "
         "file of JSON lines, in Mooncake's form (timestamp, input_length, output_length, hash_ids) or in a "
         "plain form (conversation, `at` or `after`, input_tokens, output_tokens). Unreadable lines are "
         "counted and reported. The times of iterations and copies follow from the model's shape and the "
@@ -302,7 +302,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
         "hardly be beaten "
-        f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
+        f"(default: {','.join(COMPARED_POLICIES)}; with --stateless it does not matter)",
     )
     parser.add_argument(
         "--model",
@@ -414,7 +414,7 @@ def policies_of(arguments: argparse.Namespace) -> list[str]:
     """Return the policies of --policy, or the default policies."""
     if arguments.policy is not None:
         return list(arguments.policy.split(","))
-    return list(COMPARED[:1] if arguments.stateless else COMPARED)
+    return list(COMPARED_POLICIES[:1] if arguments.stateless else COMPARED_POLICIES)
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -82,7 +82,7 @@ log = logging.getLogger("pensieve")
 ROOT_SECONDS = 2.0  # to read a tenant's salt
 # If admission refuses a request, the store is asked whether the request is a retry. This is the maximum
 # number of such lookups at once, for each tenant.
-LOOKUPS_MAX = 16
+RETRY_LOOKUPS_MAX = 16
 DRAFTS_MAX = 3  # of a request whose turn is `running` in the store but not live
 
 
@@ -110,7 +110,7 @@ class Conversations:
             FollowerLimits(
                 config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max
             ),
-            lambda live: self.ends.give_up(live),
+            lambda live: self.ends.give_up(live),  # `ends` is made below
         )
         self.ends = TurnEnds(
             self.turns, self.followers, history, threads, engine, admission, events
@@ -265,16 +265,19 @@ class Conversations:
         self.arriving.add(request)
         return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
-    def live_turn_of_retry(self, request: TurnRequest) -> LiveTurn | None:
-        """Return the live turn that this request retries, without asking the store."""
+    def find_live_retried(self, request: TurnRequest) -> LiveTurn | None:
+        """Return the live turn that this request retries. Does not ask the store."""
         live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
             self.followers.start_grace(live)
         return live
 
-    async def find_retried(self, request: TurnRequest) -> LiveTurn | None:
-        """Return the turn that this request retries. Never begins a turn."""
-        if not request.request_id or self._num_lookups[request.tenant] == LOOKUPS_MAX:
+    async def find_stored_retried(self, request: TurnRequest) -> LiveTurn | None:
+        """Return the turn that this request retries, live or ended. Asks the store.
+
+        No turn runs because of this call.
+        """
+        if not request.request_id or self._num_lookups[request.tenant] == RETRY_LOOKUPS_MAX:
             return None
         self._num_lookups[request.tenant] += 1
         try:
@@ -400,11 +403,11 @@ class Conversations:
             else:
                 self._threads.spawn(self._provide_log(event))
         now = self._threads.loop.time()
-        for number, live in longer.items():
+        for attempt_id, live in longer.items():
             if live.num_tokens and not live.num_timed:
                 self._events.first_token(live)
             self.latencies.came(live, now)
-            self.followers.wake(number)
+            self.followers.wake(attempt_id)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
         """Send the engine the log that a turn needs. On failure, give up the turn, which cannot run."""

@@ -255,13 +255,13 @@ class Daemon:
         await conversations.arriving.until_begun(
             request.tenant, request.conversation_id, request.request_id
         )
-        if (live := conversations.live_turn_of_retry(request)) is not None:
+        if (live := conversations.find_live_retried(request)) is not None:
             return live
         named = request.tenant, request.conversation_id, request.options.priority
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
             return await conversations.begin(request)
-        if (live := await conversations.find_retried(request)) is not None:
+        if (live := await conversations.find_stored_retried(request)) is not None:
             return live
         self.events.refused(refusal)
         raise refusal

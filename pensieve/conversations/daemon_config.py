@@ -1,4 +1,8 @@
-"""Settings of the service process: its limits and timeouts. The engine has separate settings."""
+"""Settings of the service process: its limits and timeouts. The engine has separate settings.
+
+launch/daemon.py makes the `DaemonConfig` of `pensieve serve`. Only its first group of values comes from flags
+and keys.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pensieve.conversations.followers import (
+    GRACE_SECONDS,
+    STALL_SECONDS,
+    UNDELIVERED_TOKENS_MAX,
+)
 from pensieve.guard.limits import Limits
 
 DAY_SECONDS = 86_400.0
@@ -33,23 +42,26 @@ class BackupConfig:
 
 @dataclass(frozen=True)
 class DaemonConfig:
-    live_turns_max: int = 1024  # turns in flight, queued turns included
-    grace_seconds: float = 5.0  # how long a turn lives without a follower
-    stall_seconds: float = 40.0  # how long a client may take nothing from its stream
-    undelivered_tokens_max: int = 16_384
-    answer_seconds: float = 30.0  # timeout of a query to the engine
+    # from the user's settings
     ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
-    heartbeat_seconds: float = 30.0  # an engine that is silent for longer is killed
-    iteration_seconds_max: float = 300.0  # 0: no limit
-    text_threads: int = 2
-    short_characters: int = 4_096  # text up to this length is tokenized in the store thread
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     backup: BackupConfig | None = None
-    scrub_seconds: float = 0.0  # time to read the whole history once; 0: never
-    keep_warm_seconds: float = KEEP_WARM_SECONDS  # between warms of a kept prefix; 0: no warms
-    request_keep_seconds: float = 0.0  # how long a request_id is kept after its turn; 0: for ever
-    chain_keep_seconds: float = 0.0  # how long digests of histories are kept; 0: for ever
     conversation_keep_seconds: float = 0.0  # a conversation idle for longer is erased; 0: never
     store_default: bool = True  # whether an HTTP request without `store` is stored
     replica: str = ""  # the daemon's name among several; "": it has none
     history: str = ""  # the history's address without secrets; "": in the data folder
+    # constants of `pensieve serve`, from the top of this file; other programs and most tests do without
+    scrub_seconds: float = 0.0  # time to read the whole history once; 0: never
+    request_keep_seconds: float = 0.0  # how long a request_id is kept after its turn; 0: for ever
+    chain_keep_seconds: float = 0.0  # how long digests of histories are kept; 0: for ever
+    # constants that only tests change
+    live_turns_max: int = 1024  # turns in flight, queued turns included
+    grace_seconds: float = GRACE_SECONDS  # how long a turn lives without a follower
+    stall_seconds: float = STALL_SECONDS  # how long a client may take nothing from its stream
+    undelivered_tokens_max: int = UNDELIVERED_TOKENS_MAX
+    answer_seconds: float = 30.0  # timeout of a query to the engine
+    heartbeat_seconds: float = 30.0  # an engine that is silent for longer is killed
+    iteration_seconds_max: float = 300.0  # 0: no limit
+    text_threads: int = 2
+    short_characters: int = 4_096  # text up to this length is tokenized in the store thread
+    keep_warm_seconds: float = KEEP_WARM_SECONDS  # between warms of a kept prefix; 0: no warms

@@ -60,11 +60,12 @@ class Warmer:
         """Have the engine bring the conversation's KV to the device."""
 
         async def sequence() -> None:
-            number, is_put = self.turns.begin_warm(conversation_id, tenant, counts=counts), False
+            attempt_id = self.turns.begin_warm(conversation_id, tenant, counts=counts)
+            is_put = False
             try:
                 while True:
                     found = await self._threads.in_store(
-                        *(tenant, self._history.warm, conversation_id, number, cache_salt),
+                        *(tenant, self._history.warm, conversation_id, attempt_id, cache_salt),
                         tenant=tenant,
                         lane=conversation_id,
                     )
@@ -76,7 +77,7 @@ class Warmer:
                     is_put = self._engine.tell(replace(found, share=tenant, weight=weight))
             finally:
                 if not is_put:
-                    self.turns.end_warm(number)
+                    self.turns.end_warm(attempt_id)
 
         await self._threads.whole(sequence())
 

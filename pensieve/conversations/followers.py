@@ -28,6 +28,9 @@ from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
+GRACE_SECONDS = 5.0
+STALL_SECONDS = 40.0
+UNDELIVERED_TOKENS_MAX = 16_384
 GRACE_STEPS = 10  # steps of the grace period; up to twice as many if the event loop stalls
 Write = Callable[[ReplyTokens], Awaitable[None]]  # delivers the next tokens of a turn
 CUT = "another client ended the turn, and the history has less of the reply than was sent here"
@@ -39,9 +42,9 @@ async def _take_nothing(tokens: ReplyTokens) -> None:
 
 @dataclass(frozen=True)
 class FollowerLimits:
-    grace_seconds: float  # how long a turn lives without a follower
-    stall_seconds: float  # how long a follower may take nothing
-    undelivered_tokens_max: int
+    grace_seconds: float = GRACE_SECONDS  # how long a turn lives without a follower
+    stall_seconds: float = STALL_SECONDS  # how long a follower may take nothing
+    undelivered_tokens_max: int = UNDELIVERED_TOKENS_MAX
 
 
 @dataclass(eq=False)
@@ -60,12 +63,12 @@ class TurnFollowers:
         limits: FollowerLimits,
         give_up: Callable[[LiveTurn], None],
     ) -> None:
-        """`give_up` gets each turn that has no follower when its grace period ends."""
+        """`give_up` (`TurnEnds.give_up`) gets each turn without a follower when its grace period ends."""
         self._loop = loop
         self._limits = limits
         self._give_up = give_up
-        self._followers: dict[int, list[Follower]] = {}  # by turn number
-        self._graces: dict[int, asyncio.TimerHandle] = {}
+        self._followers: dict[int, list[Follower]] = {}  # by attempt_id
+        self._graces: dict[int, asyncio.TimerHandle] = {}  # by attempt_id
 
     async def until_ended(self, live: LiveTurn) -> None:
         """Wait until a turn has ended, with or without an error."""
@@ -119,8 +122,8 @@ class TurnFollowers:
         followers = [each for followers in self._followers.values() for each in followers]
         return sum(max(each.live.num_tokens - each.num_sent, 0) for each in followers)
 
-    def wake(self, number: int) -> None:
-        for follower in self._followers.get(number, ()):
+    def wake(self, attempt_id: int) -> None:
+        for follower in self._followers.get(attempt_id, ()):
             follower.wake.set()
 
     def cancel_stalled(self) -> None:
@@ -145,8 +148,8 @@ class TurnFollowers:
         for grace in self._graces.values():
             grace.cancel()
 
-    def _cancel_grace(self, number: int) -> None:
-        if (grace := self._graces.pop(number, None)) is not None:
+    def _cancel_grace(self, attempt_id: int) -> None:
+        if (grace := self._graces.pop(attempt_id, None)) is not None:
             grace.cancel()
 
     def _step_of_grace(self, live: LiveTurn, num_left: int, due: float) -> None:

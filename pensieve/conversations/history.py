@@ -77,7 +77,7 @@ from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Tokenizer
 
-UNNUMBERED = 0  # the event loop numbers the turns
+NO_ATTEMPT_ID = 0  # the event loop gives each attempt its id (`Turns.begin`)
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in these last tokens of a prompt
 
 
@@ -241,12 +241,11 @@ class History:
         self._store.erasure.finish()
 
     def warm(
-        self, conversation_id: str, number: int, cache_salt: str = "", *, tenant: str = ""
+        self, conversation_id: str, attempt_id: int, cache_salt: str = "", *, tenant: str = ""
     ) -> SubmitTurn | OutdatedTokens | None:
         """Make the message that brings the conversation's KV to the device.
 
-        `number`: the warm's number. Returns None if there is no log, or if a turn runs and brings the KV
-        itself.
+        Returns None if there is no log, or if a turn runs and brings the KV itself.
         """
         self._store.claim(conversation_id, tenant=tenant)
         conversation = self._store.get_conversation(conversation_id, tenant=tenant)
@@ -257,7 +256,7 @@ class History:
             return None
         key = cache_key(tenant, conversation_id)
         return SubmitTurn(
-            *(number, key, b"", length),
+            *(attempt_id, key, b"", length),
             warm=True,
             first_position=length,
             root=self.root_of(tenant, cache_salt),
@@ -314,17 +313,20 @@ class History:
         """Return the turn that this request retries. Raises InvalidArgument if that turn had other content.
 
         Returns None if there is no such turn, or if the turn failed or was interrupted, so that it may begin
-        again.
+        again. No turn runs because of this call: if the store has begun the turn again, it is interrupted.
         """
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
         )
-        return self._retried(request, stored)
+        return self._retried_if_known(request, stored)
 
     def begin_if_short(
         self, request: TurnRequest, short_characters: int
     ) -> StartedTurn | RetriedTurn | Draft | OutdatedTokens:
-        """Draft a turn. If there is little to tokenize, begin it too, which saves two changes of thread."""
+        """Find the turn that this request retries, or draft a turn (`draft`).
+
+        If there is little to tokenize, begin the turn too, which saves two changes of thread.
+        """
         drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
@@ -346,7 +348,7 @@ class History:
             return self._draft_opening(request)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        if (retried := self._retried(request, stored)) is not None:
+        if (retried := self._retried_if_known(request, stored)) is not None:
             return retried
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
@@ -429,7 +431,7 @@ class History:
             begun.turn,
             request,
             SubmitTurn(
-                UNNUMBERED,
+                NO_ATTEMPT_ID,
                 cache_key(tenant, conversation.conversation_id),
                 known.tobytes(),
                 history_tokens,
@@ -500,9 +502,10 @@ class History:
         seed = request.options.sampling.seed or self._random_bits(63) + 1
         return request.new_turn(request_id, seed, prompt)
 
-    def _retried(
+    def _retried_if_known(
         self, request: TurnRequest, stored: records.StoredTurn | None
     ) -> RetriedTurn | None:
+        """Return the stored turn with this request_id for a retry; None if it may begin (again)."""
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
         # `begin_turn` begins nothing for a turn in these states, but compares the content.

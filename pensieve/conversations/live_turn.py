@@ -184,10 +184,10 @@ class LiveTurn:
     stopped: bool = False  # a client has stopped it
     kept: int | None = None  # number of tokens that a stop has kept; None: all
     tenant: str = ""
-    attempt_id: int = 0  # the engine's id; each attempt at the turn has another one
+    attempt_id: int = 0  # the id of this attempt at the turn, for the engine and for `Turns`
     request_id: str = ""
     first_revision: int = 0  # of the conversation before the turn
-    attempt: int = 1
+    attempt: int = 1  # counts the attempts at the turn; clients get it in TurnStarted
     recompute_reason: str = ""  # the reason if tokens are recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None

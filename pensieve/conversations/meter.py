@@ -64,7 +64,7 @@ class Meter:
     def took(
         self, events: Sequence[EngineEvent], turn_of: Callable[[int], LiveTurn | None]
     ) -> None:
-        """Count events. `turn_of` must find live turns by number, including turns that these events end."""
+        """Count events. `turn_of` must find live turns by attempt_id, also turns that these events end."""
         num_tokens = 0
         for event in events:
             if isinstance(event, SampledToken):

@@ -155,8 +155,8 @@ class TurnEnds:
 
     def engine_ended(self, ended: TurnEnded) -> None:
         """Handle the end of a turn or a warm in the engine."""
-        number, reason = ended.attempt_id, ended.failure or "FAILED"
-        live = self._turns.of_attempt(number)
+        attempt_id, reason = ended.attempt_id, ended.failure or "FAILED"
+        live = self._turns.of_attempt(attempt_id)
         if reason == "ENGINE_FAILED":  # a failing engine ends all turns before its process exits
             self._engine_has_failed = True
             if live is not None and self._count_engine_death(live):
@@ -164,7 +164,7 @@ class TurnEnds:
         elif live is not None:
             self._turns.suspects.ended(live)
         if live is None:
-            if (tenant := self._turns.end_warm(number)) is not None:
+            if (tenant := self._turns.end_warm(attempt_id)) is not None:
                 num_tokens = ended.usage.new_tokens + ended.usage.recomputed_tokens
                 self._admission.charge(tenant, num_tokens, self._threads.loop.time())
         elif live.phase is TurnPhase.RUNNING:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pensieve.conversations.admission import Admission
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.followers import TurnFollowers
-from pensieve.conversations.history import PROMPT_TAIL_TOKENS, UNNUMBERED
+from pensieve.conversations.history import NO_ATTEMPT_ID, PROMPT_TAIL_TOKENS
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.turns import Turns
 from pensieve.core.turn import TurnOptions
@@ -60,7 +60,7 @@ class UnstoredTurns:
         """
         sampling = replace(options.sampling, seed=options.sampling.seed or seed)
         submit = SubmitTurn(
-            *(UNNUMBERED, "", prompt.tobytes(), 0, replace(options, sampling=sampling)),
+            *(NO_ATTEMPT_ID, "", prompt.tobytes(), 0, replace(options, sampling=sampling)),
             root=root,
             is_temporary=True,
         )

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from pensieve.core.policies.queue import RetentionQueue
+from pensieve.core.policies.queue import EvictionQueue
 from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk, PrefixTree
 from pensieve.core.tiers import Tiers
 from pensieve.core.turn import Turn, TurnState
 
 
-def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[RetentionQueue], now: float) -> None:
+def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[EvictionQueue], now: float) -> None:
     holders_of = _audit_paths(tree)
     num_reclaimable = _audit_branches(holders_of)
     num_copies = _copies_by_chunk(tiers)

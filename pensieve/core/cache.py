@@ -40,7 +40,7 @@ from pensieve.core.audit import audit
 from pensieve.core.content import ContentIndex, Found
 from pensieve.core.eviction import Candidates, Eviction
 from pensieve.core.iteration import PageCopy, SwapOut
-from pensieve.core.policies.protocol import EndedTurn, RetentionPolicy
+from pensieve.core.policies.protocol import EndedTurn, EvictionPolicy
 from pensieve.core.policies.queue import Role
 from pensieve.core.prefix_tree import (
     HOLDERS_SUMMED_MAX,
@@ -74,7 +74,7 @@ class KVCache:
     def __init__(
         self,
         config: CacheConfig,
-        policy: RetentionPolicy,
+        policy: EvictionPolicy,
         is_intact: IsIntact = trusted,
     ) -> None:
         """`is_intact` is called before a page is swapped in."""
@@ -238,7 +238,7 @@ class KVCache:
     def end(self, turn: Turn, now: float, log_tokens: int, away_seconds: float = 0.0) -> None:
         """Unpin the turn's chunks, and cut the conversation at `log_tokens`.
 
-        `away_seconds`: how long the client expects to be away. The retention policy uses this value.
+        `away_seconds`: how long the client expects to be away. The eviction policy uses this value.
         """
         conversation = self.conversations[turn.conversation_id]
         assert conversation.attempt_id == turn.attempt_id
@@ -260,9 +260,11 @@ class KVCache:
                 len(turn.tokens),
                 away_seconds,
             )
-            conversation.ratio = self.policy.turn_ended(turn.conversation_id, ended, now)
+            conversation.return_ratio = self.policy.turn_ended(turn.conversation_id, ended, now)
         is_suspended = turn.finish is None  # so it certainly continues
-        conversation.factor = 1.0 if is_suspended else self.policy.factor_of(turn.conversation_id)
+        conversation.value_factor = (
+            1.0 if is_suspended else self.policy.value_factor_of(turn.conversation_id)
+        )
         conversation.num_tokens = len(turn.chunks) * size
         conversation.log = turn.tokens[:log_tokens]
         if turn.identities is not None:

@@ -4,10 +4,10 @@
 context lengths that are powers of two. Between them it is interpolated linearly. After the last one it is
 extrapolated along the last segment. The constant c is the cost of the rest, which does not depend on l.
 
-Policies sort chunks into classes by this cost (`CostSteps`, `class_at`). From one class to the next, the cost
-rises by the factor `class_ratio`. The class of a chunk is log(cost / cost of the cheapest chunk) /
-log(class_ratio) steps above the class of the cheapest chunk. If a value is a product, such as cost times
-weight of the holders, the steps of the factors are added.
+Policies sort chunks into value classes by this cost (`CostSteps`, `value_class_at`). From one value class to
+the next, the cost rises by the factor `value_class_ratio`. The value class of a chunk is log(cost / cost of
+the cheapest chunk) / log(value_class_ratio) steps above that of the cheapest chunk. If a value is a product,
+such as cost times weight of the holders, the steps of the factors are added.
 
 **An iteration** is predicted from the work in its slices. A *key* is a position whose KV a slice reads. A
 *pair* is a token and a position that the token sees. A *decode* is a slice of one token; a generating turn
@@ -118,29 +118,29 @@ class CostProfile:
 
 
 class CostSteps(dict[int, float]):
-    """For each chunk index, log(cost / cost of the cheapest chunk) / log(class_ratio).
+    """For each chunk index, log(cost / cost of the cheapest chunk) / log(value_class_ratio).
 
     A value is computed when it is first read. Later reads are only dict lookups, because every decision of
     the cache needs these values.
     """
 
-    def __init__(self, cost: CostProfile, chunk_tokens: int, class_ratio: float) -> None:
+    def __init__(self, cost: CostProfile, chunk_tokens: int, value_class_ratio: float) -> None:
         super().__init__()
         self._cost = cost
         self._chunk_tokens = chunk_tokens
-        self._class_ratio = class_ratio
+        self._value_class_ratio = value_class_ratio
         self._least_seconds = cost.chunk_seconds(0)
 
     def __missing__(self, chunk_index: int) -> float:
         seconds = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens)
-        steps = math.log(seconds / self._least_seconds, self._class_ratio)
+        steps = math.log(seconds / self._least_seconds, self._value_class_ratio)
         self[chunk_index] = steps
         return steps
 
 
-def class_at(steps: float, num_classes: int) -> int:
-    """Return the class that is `steps` above class 0, rounded down and clipped to the existing classes."""
-    return min(max(int(steps), 0), num_classes - 1)
+def value_class_at(steps: float, num_value_classes: int) -> int:
+    """Return the value class that is `steps` above class 0, rounded down and clipped to the existing ones."""
+    return min(max(int(steps), 0), num_value_classes - 1)
 
 
 # -- an iteration --

@@ -1,4 +1,6 @@
-"""Choose chunks to evict when a page is needed, and chunks to copy to the host ahead of need.
+"""Decide when a chunk is evicted or copied to the host: when a page is needed, and ahead of need.
+
+The policy (policies/) only gives the chunks a value.
 
 **Candidates.** A branch is *pinned* while a running turn holds it, otherwise *idle*. Only chunks of idle
 branches may be evicted. `Candidates` has one queue per role (policies/queue.py): chunks to copy to the host,
@@ -44,8 +46,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from pensieve.core.iteration import SwapOut
-from pensieve.core.policies.protocol import RetentionPolicy
-from pensieve.core.policies.queue import RetentionQueue, Role
+from pensieve.core.policies.protocol import EvictionPolicy
+from pensieve.core.policies.queue import EvictionQueue, Role
 from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk, PrefixTree
 from pensieve.core.tiers import CacheConfig, Tiers
 
@@ -56,10 +58,10 @@ HOLDERS_NAMED_MAX = 4
 class Candidates:
     """The queues of evictable chunks. Listens to the tree, and frees the pages of removed branches."""
 
-    def __init__(self, policy: RetentionPolicy, tiers: Tiers) -> None:
+    def __init__(self, policy: EvictionPolicy, tiers: Tiers) -> None:
         self.policy = policy
         self.tiers = tiers
-        self.queues = [RetentionQueue(role, policy) for role in Role]
+        self.queues = [EvictionQueue(role, policy) for role in Role]
 
     def pin(self, branch: Branch, streamed: bool = False) -> None:
         if not branch.num_running:
@@ -110,8 +112,8 @@ class Candidates:
 
     def value_of(self, chunk: Chunk, branch: Branch, now: float) -> float:
         """Return the retention value of a chunk of an idle branch."""
-        class_index = self.policy.class_of(branch, chunk.index, now)
-        return self.policy.value(class_index, now - branch.idle_since)
+        value_class = self.policy.value_class_of(branch, chunk.index, now)
+        return self.policy.value(value_class, now - branch.idle_since)
 
     def least_value_of(self, conversation: CachedConversation, now: float) -> float | None:
         """Return the value of a conversation's least valuable chunk; None while a turn runs or without KV."""

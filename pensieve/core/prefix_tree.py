@@ -131,7 +131,6 @@ class CachedConversation:
     __slots__ = (
         "attempt_id",
         "conversation_id",
-        "factor",
         "identities",
         "idle_since",
         "is_streamed",
@@ -139,7 +138,8 @@ class CachedConversation:
         "leaf",
         "log",
         "num_tokens",
-        "ratio",
+        "return_ratio",
+        "value_factor",
     )
 
     def __init__(self, conversation_id: str, now: float) -> None:
@@ -150,8 +150,8 @@ class CachedConversation:
         self.is_temporary = False  # no turn continues it; others may find its chunks (content.py)
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, but not necessarily KV
         self.idle_since = now  # end of its last turn
-        self.ratio = 1.0  # how much likelier than others it is to return; from the policy
-        self.factor = 1.0  # its weight is multiplied by this (at most 1); from the policy
+        self.return_ratio = 1.0  # how much likelier than others it is to return; from the policy
+        self.value_factor = 1.0  # lowers the value of its chunks (at most 1); from the policy
         self.attempt_id: int | None = None  # the turn that holds its pages
         self.is_streamed = False  # that turn holds host pages
 
@@ -215,37 +215,44 @@ class Branch:
     def end(self) -> int:
         return self.start + len(self.chunks)
 
-    def weight(self, now: float, with_factors: bool = True) -> float:
+    def holders_weight(self, now: float, with_value_factors: bool = True) -> float:
         """Return the factor that a branch's holders contribute to the retention value of its chunks.
 
         With several holders, this is the sum over the holders of
 
-            ratio · factor · T_min / T_holder
+            return_ratio · value_factor · T_min / T_holder
 
         T_holder is the idle time of a holder. T_min is the idle time of the most recent holder, but at least
         one second.
 
-        As long as no holder becomes active, the weight only grows (towards the sum of the ratios), so an
-        older weight is a lower bound. Only the HOLDERS_SUMMED_MAX most recent holders count with their own
-        idle time and ratio. All others count with the idle time and the ratio (at most 1) of the longest idle
-        holder, so that the weight still only grows. Without `with_factors`, all factors count as 1.
+        As long as no holder becomes active, the weight only grows (towards the sum of the return_ratios), so
+        an older weight is a lower bound. Only the HOLDERS_SUMMED_MAX most recent holders count with their own
+        idle time and return_ratio. All others count with the idle time and the return_ratio (at most 1) of
+        the longest idle holder, so that the weight still only grows. Without `with_value_factors`, all
+        value_factors count as 1.
         """
         count = len(self.holders)
         if count <= 1:
             if not count:
                 return 1.0
             holder = next(iter(self.holders))
-            return holder.ratio * holder.factor if with_factors else holder.ratio
+            return (
+                holder.return_ratio * holder.value_factor
+                if with_value_factors
+                else holder.return_ratio
+            )
         now = max(now, self.idle_since + 1.0)
         least = now - self.idle_since
         total = 0.0
         for holder in islice(reversed(self.holders), HOLDERS_SUMMED_MAX):
-            factor = holder.factor if with_factors else 1.0
-            total += holder.ratio * factor * least / (now - holder.idle_since)
+            factor = holder.value_factor if with_value_factors else 1.0
+            total += holder.return_ratio * factor * least / (now - holder.idle_since)
         if count > HOLDERS_SUMMED_MAX:
             longest = next(iter(self.holders))
             others = count - HOLDERS_SUMMED_MAX
-            ratio = min(longest.ratio, 1.0) * (longest.factor if with_factors else 1.0)
+            ratio = min(longest.return_ratio, 1.0) * (
+                longest.value_factor if with_value_factors else 1.0
+            )
             total += others * ratio * least / (now - longest.idle_since)
         return total
 
@@ -293,13 +300,13 @@ def chunk_runs(conversation: CachedConversation) -> list[ChunkRun]:
 
 
 class QueueEntry:
-    """A branch in a retention queue, with a lower bound of its value (policies/queue.py)."""
+    """A branch in a eviction queue, with a lower bound of its value (policies/queue.py)."""
 
-    __slots__ = ("branch", "class_index", "serial", "since", "start")
+    __slots__ = ("branch", "serial", "since", "start", "value_class")
 
-    def __init__(self, branch: Branch, class_index: int, serial: int) -> None:
+    def __init__(self, branch: Branch, value_class: int, serial: int) -> None:
         self.branch: Branch | None = branch  # None: stale
-        self.class_index = class_index
+        self.value_class = value_class
         self.serial = serial
         self.since = branch.idle_since
         self.start = branch.start
@@ -367,7 +374,7 @@ class PrefixTree:
         If `source` holds no chunk of these positions, no conversation is made.
         """
         target = CachedConversation(target_id, now)
-        target.ratio, target.factor = source.ratio, source.factor
+        target.return_ratio, target.value_factor = source.return_ratio, source.value_factor
         target.log = source.log[:num_tokens]
         if source.identities is not None:
             target.identities = source.identities.beginning(num_tokens)

@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-turn token, a stop token or a stop string
     LENGTH = "length"  # the limit of max_tokens or of the context
     REPETITION = "repetition"  # the reply only repeated itself
-    CANCELLED = "cancelled"
+    CANCELLED = "cancelled"  # a client stopped the turn, or it was given up
     FAILED = "failed"
     WARMED = "warmed"  # a warm turn has its whole context on the device
 

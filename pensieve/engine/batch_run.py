@@ -22,7 +22,8 @@ event. If the batch has no turn left, submitting continues.
 
 For comparison, there are two other modes of sharing. `off` runs each request by itself, in the order of the
 file. `lru` also runs the requests in the order of the file. Each request finds what is cached of earlier
-requests, and their conversations stay in the cache until they are evicted.
+requests, and their conversations stay in the cache until they are evicted. (This is how engines with prefix
+caching run a batch. It is not the eviction policy `lru`, and works with every policy.)
 """
 
 from __future__ import annotations

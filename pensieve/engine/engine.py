@@ -41,7 +41,7 @@ from pensieve import gc_pause
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.identities import Identities
 from pensieve.core.iteration import Iteration, SampledToken
-from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.protocol import EvictionPolicy
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.tiers import IsIntact, trusted
@@ -125,7 +125,7 @@ class Engine:
     def __init__(
         self,
         configs: EngineConfigs,
-        policy: RetentionPolicy,
+        policy: EvictionPolicy,
         executor: Executor,
         ports: Ports,
         observers: Sequence[Observer] = (),

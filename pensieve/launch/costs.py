@@ -4,7 +4,7 @@
     a profile       written by `pensieve profile` for this model, machine, settings and versions (profiles.py)
     an estimate     from the model's shape and, for iterations, a data sheet of the device
 
-The costs are used by the retention policy, for the choice between copying and recomputing, and to limit the
+The costs are used by the eviction policy, for the choice between copying and recomputing, and to limit the
 prompt tokens in an iteration. A log line names the source and why it was chosen.
 """
 

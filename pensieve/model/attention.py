@@ -1,4 +1,4 @@
-"""Connect transformers models to our attention over pages.
+"""Connect transformers models to our attention over pages (kernels/attention/paged.py computes it).
 
 `AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  State shared by
 all layers of an iteration travels as a keyword argument of the forward (`pensieve_pass`).  Modeling code that

@@ -6,7 +6,7 @@ trace, workload     the arrivals of turns: recorded, or random
 simulator           runs a trace through the engine
 series              figures over time, and quantiles, in a fixed amount of memory
 report              the figures of a run, as a row and as a table
-clairvoyant         a retention policy that knows the trace
+clairvoyant         an eviction policy that knows the trace
 sweep               one load with all combinations of policies, rates and tier sizes; records journals
 observed            a sample of a replayed journal's iterations
 fit                 costs fitted to a journal

@@ -1,4 +1,4 @@
-"""A retention policy that knows the trace: evict the conversation whose next message is furthest away.
+"""An eviction policy that knows the trace: evict the conversation whose next message is furthest away.
 
 This is Belady's rule. Policies that do not know the trace can hardly do better. So the row of this policy in
 a report shows how much other policies could still gain. The bound is practical, not proven: the policy
@@ -16,15 +16,15 @@ from pensieve.core.policies.protocol import EndedTurn, StaticPolicy
 from pensieve.core.prefix_tree import HOLDERS_SUMMED_MAX, Branch
 from pensieve.sim.trace import Arrival
 
-NUM_CLASSES = 1024
+NUM_VALUE_CLASSES = 1024
 APART_SECONDS = 15.0
 REFUSED_SECONDS = 600.0  # a turn that has not begun this long after its time counts as refused
 
 
 class ClairvoyantPolicy(StaticPolicy):
     name = "clairvoyant"
-    num_classes = NUM_CLASSES
-    class_ratio = math.inf
+    num_value_classes = NUM_VALUE_CLASSES
+    value_class_ratio = math.inf
 
     def __init__(self, arrivals: Iterable[Arrival]) -> None:
         self._own: dict[str, deque[Arrival]] = {}  # by conversation: turns that have not begun
@@ -36,7 +36,7 @@ class ClairvoyantPolicy(StaticPolicy):
             if arrival.fork_of and arrival.at is not None:
                 self._forks.setdefault(arrival.fork_of, deque()).append(arrival.at)
             end = max(end, (arrival.at or 0.0) + arrival.after)
-        self._width = max(end / (NUM_CLASSES - 2), APART_SECONDS)
+        self._width = max(end / (NUM_VALUE_CLASSES - 2), APART_SECONDS)
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
         forks, own = self._forks.get(conversation_id, deque()), self._own.get(conversation_id)
@@ -60,13 +60,13 @@ class ClairvoyantPolicy(StaticPolicy):
     def initial_idle_seconds(self, away_seconds: float) -> float:
         return 0.0
 
-    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """Return the class of a chunk: the sooner it is used again, the higher; 0 if it is not used again."""
+    def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        """Return the value class of a chunk: the sooner its next use, the higher; 0 without a next use."""
         holders = islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)
         soonest = min(self._next.get(holder.conversation_id, math.inf) for holder in holders)
         if soonest == math.inf:
             return 0
-        return max(NUM_CLASSES - 1 - int(soonest / self._width), 1)
+        return max(NUM_VALUE_CLASSES - 1 - int(soonest / self._width), 1)
 
-    def value(self, class_index: int, idle_seconds: float) -> float:
-        return float(class_index)
+    def value(self, value_class: int, idle_seconds: float) -> float:
+        return float(value_class)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, SampledToken
-from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.protocol import EvictionPolicy
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
@@ -87,7 +87,7 @@ class Simulator:
     def __init__(
         self,
         cost: CostModel,
-        policy: RetentionPolicy,
+        policy: EvictionPolicy,
         cache: CacheConfig,
         scheduler: SchedulerConfig,
         *,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
-from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.protocol import EvictionPolicy
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.journal import Journal, opened
@@ -147,7 +147,7 @@ class SweepSettings:
             keep_series=self.keep_series,
         )
 
-    def _policy(self, point: SweepPoint) -> RetentionPolicy:
+    def _policy(self, point: SweepPoint) -> EvictionPolicy:
         if point.policy != CLAIRVOYANT:
             return policy_named(point.policy, self.recompute, CHUNK_TOKENS)
         return ClairvoyantPolicy(self.source.arrivals(point.rate, Problems(), point.seed))

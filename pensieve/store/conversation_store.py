@@ -446,24 +446,27 @@ class ConversationStore:
             now = self.now()
             progress = turn_rows.require_progress(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, progress)
-            number, found, made, revision, tenant, end, _, _, messages = progress
-            if found is state and made is not None and attempt in (0, progress.attempt):
+            made, tenant = progress.revision, progress.tenant
+            if progress.state is state and made is not None and attempt in (0, progress.attempt):
                 return made
             if not is_ours:
                 raise Unavailable(TAKEN)
-            if found is not StoredTurnState.RUNNING:
-                raise NotFound(f"turn {turn_id} is not running any more, it is {found}")
-            revision += 1
-            links = [message_rows.HistoryRow(each, revision, length) for each, length in messages]
+            if progress.state is not StoredTurnState.RUNNING:
+                raise NotFound(f"turn {turn_id} is not running any more, it is {progress.state}")
+            conversation, revision = progress.conversation, progress.conversation_revision + 1
+            links = [
+                message_rows.HistoryRow(message, revision, length)
+                for message, length in progress.messages
+            ]
             message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
             links.append(message_rows.HistoryRow(message, revision, len(reply.token_ids)))
-            message_rows.append_history(conn, number, links, end)
+            message_rows.append_history(conn, conversation, links, progress.end)
             turn_rows.insert_logprobs(conn, tenant, turn_id, reply.logprobs)
             if chain_state is not None:
                 insert_state(conn, tenant, chain_state, message, now)
             if response is not None:
-                put_response(conn, number, replace(response, revision=revision))
-            conversation_rows.set_revision(conn, number, revision, now)
+                put_response(conn, conversation, replace(response, revision=revision))
+            conversation_rows.set_revision(conn, conversation, revision, now)
             turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)
             return revision
 
@@ -503,16 +506,16 @@ class ConversationStore:
         """Return the turn that a request_id began. None if there is no such turn or conversation."""
         with self._transactions.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
-            found = turn_rows.find_request(conn, key, request_id)
+            found = turn_rows.find_turn_of_request(conn, key, request_id)
             return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
-    def find_keyed_turn(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
+    def find_turn_by_key(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
         """Return the turn of a request with an Idempotency-Key, in any conversation of the tenant.
 
         Return None if there is no such turn, or if the turn is not running and has no reply.
         """
         with self._transactions.reading() as conn:
-            return turn_rows.find_keyed_turn(conn, tenant, request_id)
+            return turn_rows.find_turn_by_key(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""

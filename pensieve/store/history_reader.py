@@ -85,9 +85,9 @@ class HistoryReader:
         with self._snapshot() as conn:
             if request_id:
                 key = conversation_rows.conversation_key(conversation_id, tenant)
-                found = turn_rows.find_request(conn, key, request_id)
+                found = turn_rows.find_turn_of_request(conn, key, request_id)
             elif TURN_ID_PATTERN.fullmatch(turn_id):
-                found = turn_rows.find_turn(conn, int(turn_id))
+                found = turn_rows.find_turn_numbered(conn, int(turn_id))
             else:
                 return None
             if found is None:

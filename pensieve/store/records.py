@@ -62,8 +62,9 @@ LEGAL_TRANSITIONS: Mapping[StoredTurnState, frozenset[StoredTurnState]] = {
 class NewMessage:
     """A message to append to the log, with exactly the tokens that it adds.
 
-    `extra` holds data that a template needs to render the message again (tool calls, thinking). `logprobs`
-    belong to a reply and may have any encoding. The store keeps them with the turn.
+    `extra` is stored as JSON with the message: data that a template needs to render it again (tool calls,
+    thinking), the `metadata` of SendMessage, and for a reply `TurnReply.stream`. `logprobs` belong to
+    a reply and may have any encoding. The store keeps them with the turn.
     """
 
     role: str
@@ -158,19 +159,19 @@ class NewTurn:
     expected_created_at: float | None = None
     # The conversation's pending messages, if `messages` includes them; otherwise None.
     pending: Sequence[NewMessage] | None = None
-    # for a request with an Idempotency-Key: digest of all messages in it
+    # for a request with an Idempotency-Key and its full history: digest of all messages in it
     history_digest: bytes = b""
 
     @property
-    def is_keyed(self) -> bool:
-        """Whether the request has an Idempotency-Key."""
+    def has_history_digest(self) -> bool:
+        """Whether the request has an Idempotency-Key and brings its full history."""
         return bool(self.history_digest)
 
     def content(self) -> list[Any]:
         """Return everything that a retry must repeat: messages, sampling and `history_digest`."""
         messages = [[message.role, message.private()] for message in self.messages]
         content: list[Any] = [messages, dict(self.sampling)]
-        if self.is_keyed:
+        if self.has_history_digest:
             content.append(self.history_digest.hex())
         return content
 

@@ -113,14 +113,16 @@ class TurnFence(NamedTuple):
     owner: int | None  # the session that has the conversation
 
 
-def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> TurnRow | None:
+def find_turn_of_request(
+    conn: Connection, conversation_key: bytes, request_id: str
+) -> TurnRow | None:
     row = conn.execute(
         TURN + "WHERE c.key = ? AND t.request_key = ?", (conversation_key, digest(request_id))
     ).fetchone()
     return None if row is None else _turn(row)
 
 
-def find_keyed_turn(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
+def find_turn_by_key(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
     row = conn.execute(
         "SELECT t.conversation, (SELECT count(*) FROM messages m"
         " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL) FROM turns t"
@@ -137,13 +139,13 @@ def idempotency_key(tenant: str, request_id: str) -> bytes:
     return tenant_key(tenant, digest("request", request_id))
 
 
-def find_turn(conn: Connection, turn_id: int) -> TurnRow | None:
+def find_turn_numbered(conn: Connection, turn_id: int) -> TurnRow | None:
     row = conn.execute(TURN + "WHERE t.turn_id = ?", (turn_id,)).fetchone()
     return None if row is None else _turn(row)
 
 
 def require_turn(conn: Connection, turn_id: int) -> TurnRow:
-    found = find_turn(conn, turn_id)
+    found = find_turn_numbered(conn, turn_id)
     if found is None:
         raise NotFound(f"there is no turn {turn_id}")
     return found
@@ -217,7 +219,7 @@ def insert_turn(
 
 def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
     """Return the key, or None for a request without an Idempotency-Key."""
-    return idempotency_key(tenant, request.request_id) if request.is_keyed else None
+    return idempotency_key(tenant, request.request_id) if request.has_history_digest else None
 
 
 def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:

@@ -265,7 +265,7 @@ class SlowRequest:
 
     def __init__(self) -> None:
         self.scope: Mapping[str, Any] = {"method": "GET", "path": "/", "headers": []}
-        self.retry_key = ""
+        self.forwarding_key = ""
         self.received: bytes | None = b""
         self.goes_on = asyncio.Event()
         self.status, self.num_bytes, self.has_ended = 0, 0, False

@@ -96,8 +96,8 @@ class Conversations:
         return self.history.declared.declare(declared, tokens, 0.0, 1000)
 
     def warm(self, conversation_id: str) -> None:
-        number = self.turns.begin_warm(conversation_id, "")
-        found = self.history.warm(conversation_id, number)
+        attempt_id = self.turns.begin_warm(conversation_id, "")
+        found = self.history.warm(conversation_id, attempt_id)
         assert not isinstance(found, OutdatedTokens)
         self._tell(found)
 

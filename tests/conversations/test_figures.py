@@ -17,7 +17,9 @@ from grpc._cython import cygrpc
 from pensieve.api.grpc.interceptor import CountedContext
 from pensieve.cli.main import main
 from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.live_turn import usage_figures
 from pensieve.conversations.threads import LoopLag, Quantiles
+from pensieve.core.turn import Usage
 from pensieve.guard.exposure import Listening
 from pensieve.guard.limits import Limits
 from pensieve.store import connection
@@ -37,6 +39,12 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     program = (*ECHO, "--seconds=0.01")
     with DaemonRig(data, config=config, listening=listening, program=program) as rig:
         yield rig
+
+
+def test_clients_get_every_figure_of_a_turns_usage() -> None:
+    """`completed` drops figures that have no field in the proto."""
+    fields = {field.name for field in pb.Usage.DESCRIPTOR.fields}
+    assert usage_figures(Usage()).keys() <= fields
 
 
 def service(rig: DaemonRig) -> Any:

@@ -272,16 +272,16 @@ def test_the_audit_notices_a_lost_page() -> None:
 class Wanted(LruPolicy):
     """A policy in which a test gives each conversation its value, however long it is idle."""
 
-    num_classes = 4
+    num_value_classes = 4
 
     def __init__(self, **worth: int) -> None:
         self.worth = worth
 
-    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+    def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         return self.worth[next(iter(branch.holders)).conversation_id]
 
-    def value(self, class_index: int, idle_seconds: float) -> float:
-        return float(class_index)
+    def value(self, value_class: int, idle_seconds: float) -> float:
+        return float(value_class)
 
 
 @pytest.mark.parametrize(("worth_of_b", "a", "b"), [(1, "xxd", "-x"), (3, "-xx", "dd")])

@@ -147,7 +147,7 @@ def test_policies_have_names() -> None:
     cost = CostProfile.measured_at({32: 1.0, 64: 2.0}, 1.0)
     assert isinstance(policy_named("lru", cost, 32), LruPolicy)
     assert isinstance(policy_named("value", cost, 32), ValuePolicy)
-    with pytest.raises(ValueError, match="unknown retention policy 'fifo'"):
+    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'"):
         policy_named("fifo", cost, 32)
 
 

@@ -77,11 +77,11 @@ def test_a_suspended_turn_is_worth_as_much_as_the_most_valuable_conversations_in
     stage.say("x", 2)  # so that "b" does not have the first serial number
     policy.trial.followed = Order.RANDOM
     stage.say("b", 2)
-    assert stage.cache.conversations["b"].factor < 1.0
+    assert stage.cache.conversations["b"].value_factor < 1.0
     a, b = stage.ask("a", 4, 15), stage.ask("b", 2, 12)
     while b.state is not TurnState.SUSPENDED:
         policy.trial.followed = Order.RANDOM
         stage.next()
     assert a.state is TurnState.RUNNING
-    assert stage.cache.conversations["b"].factor == 1.0
+    assert stage.cache.conversations["b"].value_factor == 1.0
     stage.run_until_idle()

@@ -146,7 +146,7 @@ FAULTS: dict[str, Plant] = {
         identities, "_digest", without_the_tokens
     ),
     "a restart does not interrupt": around(turn_rows, "interrupt_turn", never),
-    "an id that came before is not known": around(turn_rows, "find_request", never),
+    "an id that came before is not known": around(turn_rows, "find_turn_of_request", never),
     "a prompt is kept when its turn begins again": around(turn_rows, "restart_turn", never),
     "whoever attaches misses the beginning": around(
         TurnFollowers, "follow", attach_without_what_was_said

@@ -1,4 +1,4 @@
-"""The engine that a daemon starts: its retention policy uses the costs of this machine."""
+"""The engine that a daemon starts: its eviction policy uses the costs of this machine."""
 
 from __future__ import annotations
 

@@ -223,12 +223,12 @@ def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_t
             conn.execute(statement)
     store.close()
     with open_store() as store:
-        assert store.find_keyed_turn("again") == KeyedTurn("tea", 2)
-        assert store.find_keyed_turn("r1") is None
-        assert store.find_keyed_turn("forgotten") is None
+        assert store.find_turn_by_key("again") == KeyedTurn("tea", 2)
+        assert store.find_turn_by_key("r1") is None
+        assert store.find_turn_by_key("forgotten") is None
         assert not store.begin_turn("tea", keyed).must_run
         with writer_of(store).reading() as conn:
             assert conn.execute("SELECT count(*) FROM chains").fetchone()[0] == 1
         assert store.chains.longest([b"state"], b"session 16 bytes") is not None
         forget(store, 1e9)
-        assert store.find_keyed_turn("again") is None
+        assert store.find_turn_by_key("again") is None

@@ -93,7 +93,7 @@ def test_a_history_of_the_schema_before_is_all_there_and_its_owners_keep_nobody_
         assert history(store) == before
         assert [store.get_turn(number) for number in range(1, running)] == turns
         assert store.stored_bytes() == num_bytes
-        assert store.find_keyed_turn("key") == KeyedTurn("pot", 1)
+        assert store.find_turn_by_key("key") == KeyedTurn("pot", 1)
         again = store.begin_turn("tea", NewTurn("r2", [user("more" * 500, 30)]))
         assert not again.must_run
         assert again.turn.turn_id == turns[1].turn_id

@@ -48,7 +48,7 @@ def test_the_daily_work_reads_no_whole_table(
         assert store.chains.longest([b"state"], session) is not None
     keyed = NewTurn("key", [user("hi", 3)], history_digest=b"digest")
     turn_id = store.begin_turn("c1", keyed).turn.turn_id
-    assert store.find_keyed_turn("key") is not None
+    assert store.find_turn_by_key("key") is not None
     store.interrupt_turn(turn_id)
     assert store.chains.forget(0.0) is False
     store.fork_conversation("tea", 1, "cup")

@@ -318,7 +318,7 @@ def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
     store: ConversationStore,
 ) -> None:
     def found(request_id: str, tenant: str = "") -> tuple[str, int] | None:
-        got = store.find_keyed_turn(request_id, tenant=tenant)
+        got = store.find_turn_by_key(request_id, tenant=tenant)
         return None if got is None else (got.conversation_id, got.num_messages)
 
     create(store, "tea")
@@ -353,7 +353,7 @@ def test_a_turn_that_begins_again_gets_the_key_that_an_upgrade_did_not_know(
     with store._transactions.writing() as conn:
         conn.execute("UPDATE turns SET idempotency_key = NULL")
     store.begin_turn("tea", keyed)
-    found = store.find_keyed_turn("again", tenant="")
+    found = store.find_turn_by_key("again", tenant="")
     assert found is not None
     assert found.conversation_id == "tea"
 

@@ -52,7 +52,7 @@ class HttpForwarder:
 
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
         """Let the owner answer. Return False if this daemon has become the owner and must answer itself."""
-        request.retry_key = request.retry_key or secrets.token_hex(16)
+        request.forwarding_key = request.forwarding_key or secrets.token_hex(16)
         call = HttpCall(
             request, self._forwarder.peers.metadata(tokens_of(request.scope["headers"]))
         )
@@ -109,7 +109,7 @@ class HttpCall:
                 headers=headers,
                 client_host=host,
                 client_port=port,
-                retry_key=self._request.retry_key,
+                retry_key=self._request.forwarding_key,
             )
         )
         for start in range(0, len(body), PIECE_BYTES):

@@ -29,7 +29,7 @@ class JsonCall(Protocol):
     """A call, as the HTTP gateway provides it."""
 
     @property
-    def retry_key(self) -> str: ...  # set if two daemons may execute the call
+    def forwarding_key(self) -> str: ...  # set by the daemon that forwarded the call, or empty
     def headers(self) -> Mapping[str, str]: ...
     def concerns(self, ids: Mapping[str, str]) -> None:
         """Set the ids of the call for the audit log."""
@@ -58,7 +58,7 @@ def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Jso
     async def handler(value: Any, json_call: JsonCall) -> Json | None:
         request = _read(kind, value)
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = json_call.retry_key
+            request.request_id = json_call.forwarding_key
         json_call.concerns({name: getattr(request, name, "") for name in AUDITED_IDS})
         answer = await call(request, _Context(json_call))
         return None if answer is None else _written(answer)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.idempotency import digest, key_of
+from pensieve.api.http.idempotency import client_key_of, digest
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.openai.answer import Heading, answer
@@ -45,7 +45,7 @@ class CompletionsEndpoint:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        survives_disconnect = bool(key_of(exchange))
+        survives_disconnect = bool(client_key_of(exchange))
         await all_of(
             follow(self._daemon, exchange, each, None, survives_disconnect=survives_disconnect)
             for each in lives
@@ -72,7 +72,10 @@ class CompletionsEndpoint:
         lives: Sequence[LiveTurn],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
-        tokenizer, survives_disconnect = self._requests.template.tokenizer, bool(key_of(exchange))
+        tokenizer, survives_disconnect = (
+            self._requests.template.tokenizer,
+            bool(client_key_of(exchange)),
+        )
         exchange.begin_events()
 
         async def one(number: int, live: LiveTurn) -> None:

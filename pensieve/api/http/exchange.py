@@ -60,7 +60,9 @@ class Exchange:
         self.received: bytes | None = None  # the whole body, if the request may be forwarded
         # The handler has read chunks of the body. They are not kept, so the request cannot be forwarded.
         self.was_read_in_chunks = False
-        self.retry_key = ""  # identifies the request if two daemons may execute it
+        self.forwarding_key = (
+            ""  # drawn by the daemon that forwarded the request; both may execute it
+        )
         self.call: GuardedCall | None = None  # None once an error is being sent
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []

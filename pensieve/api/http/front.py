@@ -158,7 +158,8 @@ class Endpoint:
                 return
             by = Caller()
             if forwarded is not None:
-                by, exchange.retry_key = call.enter_forwarded(forwarded.caller), forwarded.retry_key
+                by = call.enter_forwarded(forwarded.caller)
+                exchange.forwarding_key = forwarded.forwarding_key
             elif not self._is_open:
                 by = await call.enter(_authorization(exchange))
             try:

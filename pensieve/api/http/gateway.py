@@ -38,8 +38,8 @@ class GatewayCall:
         self._exchange = exchange
 
     @property
-    def retry_key(self) -> str:
-        return self._exchange.retry_key
+    def forwarding_key(self) -> str:
+        return self._exchange.forwarding_key
 
     def headers(self) -> Mapping[str, str]:
         return self._exchange.headers

@@ -19,22 +19,22 @@ from pensieve.api.http.exchange import Exchange
 from pensieve.errors import InvalidArgument
 
 
-def key_of(exchange: Exchange) -> str:
+def client_key_of(exchange: Exchange) -> str:
     """Return the client's key, which may be any text. Empty if there is none."""
     return exchange.headers.get("idempotency-key", "")
 
 
-def retry_key_of(exchange: Exchange) -> str:
+def client_or_forwarding_key_of(exchange: Exchange) -> str:
     """Return the client's key, or the key that the forwarding daemon has set. Empty if there is none.
 
     Two daemons may execute a forwarded request, one after the other. The key ensures that only one turn runs.
     """
-    return key_of(exchange) or exchange.retry_key
+    return client_key_of(exchange) or exchange.forwarding_key
 
 
 def request_id_of(exchange: Exchange) -> str:
     """Return the turn's request_id, which is derived from the key. Empty without a key."""
-    key = retry_key_of(exchange)
+    key = client_or_forwarding_key_of(exchange)
     return f"key-{digest(key)}" if key else ""
 
 

@@ -26,7 +26,7 @@ from pensieve.api.anthropic.render import (
 )
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.idempotency import digest, key_of
+from pensieve.api.http.idempotency import client_key_of, digest
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.json_fields import Refusal
@@ -58,7 +58,9 @@ class MessageEndpoints:
         if request.stream:
             await self._stream(exchange, request, heading, live, cutter)
             return None
-        await follow(self._daemon, exchange, live, None, survives_disconnect=bool(key_of(exchange)))
+        await follow(
+            self._daemon, exchange, live, None, survives_disconnect=bool(client_key_of(exchange))
+        )
         exchange.out |= sources(live.figures)
         whole = live.whole_reply()
         pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
@@ -82,7 +84,7 @@ class MessageEndpoints:
         stream = MessageStream(heading, prompt, cutter)
         exchange.begin_events()
         await follow(
-            self._daemon, exchange, live, stream, survives_disconnect=bool(key_of(exchange))
+            self._daemon, exchange, live, stream, survives_disconnect=bool(client_key_of(exchange))
         )
         whole = live.whole_reply()
         ending = self._ending(request, whole, cutter)

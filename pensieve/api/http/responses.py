@@ -25,7 +25,12 @@ from typing import Any
 
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.idempotency import digest, key_of, key_reused, retry_key_of
+from pensieve.api.http.idempotency import (
+    client_key_of,
+    client_or_forwarding_key_of,
+    digest,
+    key_reused,
+)
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.http.response_history import ResponseHistory
@@ -85,7 +90,7 @@ class ResponseEndpoints:
             if not self._requests.is_stored(request):
                 return await self._unstored(exchange, new)
             known = await self._daemon.threads.whole(
-                self._begun_or_known(new, retry_key_of(exchange))
+                self._begun_or_known(new, client_or_forwarding_key_of(exchange))
             )
             if not isinstance(known, RunningResponse):
                 # Only the daemon that runs a response can stream its events.
@@ -113,7 +118,7 @@ class ResponseEndpoints:
         async with self._daemon.arriving.one_at_a_time(tenant, answer_id if key else ""):
             heading = Heading(answer_id, int(time.time()), model)
             running = RunningResponse(new.request, heading, _digest_of(new), tenant)
-            known = await self._known(running) if key else None
+            known = await self._find_retried(running) if key else None
             if known is not None:
                 return known
             self._running.add(running)
@@ -126,7 +131,9 @@ class ResponseEndpoints:
                 raise
             return running
 
-    async def _known(self, wanted: RunningResponse) -> RunningResponse | Mapping[str, Any] | None:
+    async def _find_retried(
+        self, wanted: RunningResponse
+    ) -> RunningResponse | Mapping[str, Any] | None:
         """Return the response of an earlier request with the same key, if its turn has begun."""
         running = self._running.find(wanted.response_id, wanted.tenant)
         if running is not None:
@@ -144,7 +151,7 @@ class ResponseEndpoints:
         self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
         """Answer with a running response. `is_stream` may differ from the request that began the response."""
-        survives_disconnect = running.request.background or bool(key_of(exchange))
+        survives_disconnect = running.request.background or bool(client_key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, survives_disconnect=survives_disconnect)
             return None

@@ -62,7 +62,7 @@ ATTEMPTS_MAX = 4
 APPENDING_ATTEMPTS = 2
 # A request that would be refused may be a retry, so it is looked up first, unless this many requests of its
 # tenant are already being looked up.
-LOOKUPS_MAX = 16
+BINDER_LOOKUPS_MAX = 16
 HASHED_AT_ONCE = 1 << 18  # characters; hashing more on the event loop would stall it
 RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
 
@@ -145,7 +145,7 @@ class Binder:
     ) -> list[BoundTurn]:
         tenant = request.tenant
         refusal = self._daemon.refusal(tenant, "", request.options.priority, seconds_left)
-        is_looked_up = request.request_id and self._num_lookups[tenant] < LOOKUPS_MAX
+        is_looked_up = request.request_id and self._num_lookups[tenant] < BINDER_LOOKUPS_MAX
         if refusal is not None and not is_looked_up:
             raise refusal
         self._num_lookups[tenant] += 1
@@ -220,7 +220,7 @@ class Binder:
     ) -> BoundTurn:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
-                if (retried := await self._retried(choice, seconds_left)) is not None:
+                if (retried := await self._begin_retried(choice, seconds_left)) is not None:
                     return retried
                 if refusal is not None:
                     raise refusal
@@ -239,13 +239,16 @@ class Binder:
                     choice.conversation_id = choice.drawn_id
         raise AssertionError("the last attempt returns or raises")
 
-    async def _retried(self, choice: _Choice, seconds_left: float | None) -> BoundTurn | None:
-        """Return the turn that this request retries. Raises InvalidArgument if the content differs."""
+    async def _begin_retried(self, choice: _Choice, seconds_left: float | None) -> BoundTurn | None:
+        """Return the turn that this request retries, or begin it again if it failed. None: there is none.
+
+        Raises InvalidArgument if the content differs.
+        """
         if not choice.request_id:
             return None
         store, tenant = self._daemon.store, choice.request.tenant
         found = await self._daemon.threads.in_store(
-            tenant, store.find_keyed_turn, choice.request_id, tenant=tenant
+            tenant, store.find_turn_by_key, choice.request_id, tenant=tenant
         )
         if found is None:
             return None

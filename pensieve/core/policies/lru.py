@@ -8,11 +8,11 @@ from pensieve.core.prefix_tree import Branch
 
 class LruPolicy(StaticPolicy):
     name = "lru"
-    num_classes = 1
-    class_ratio = 1.0
+    num_value_classes = 1
+    value_class_ratio = 1.0
 
-    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+    def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         return 0
 
-    def value(self, class_index: int, idle_seconds: float) -> float:
+    def value(self, value_class: int, idle_seconds: float) -> float:
         return 1.0 / max(idle_seconds, 1e-9)

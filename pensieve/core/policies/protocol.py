@@ -1,9 +1,9 @@
-"""The protocol of a retention policy, which gives each cached chunk a value.
+"""The protocol that an eviction policy implements: it gives each cached chunk a value.
 
 Eviction (core/eviction.py) decides when a chunk must go, and the policy decides which chunk. A policy
 
-* puts each chunk into a class (`class_of`) and gives each class a value that falls with the idle time
-  (`value`); policies/queue.py explains why,
+* puts each chunk into a value class (`value_class_of`) and gives each value class a value that falls with
+  the idle time (`value`); policies/queue.py explains why,
 * is told when turns of a conversation begin and end, so that it can learn, and
 * decides whether a copy between the tiers is worth its time.
 
@@ -26,27 +26,31 @@ class EndedTurn(NamedTuple):
     away_seconds: float = 0.0  # how long its client expects to be away; 0: unknown
 
 
-class RetentionPolicy(Protocol):
-    """Give chunks a value by class and idle time. Within a class, the value falls with the idle time."""
+class EvictionPolicy(Protocol):
+    """Give chunks a value by value class and idle time.
+
+    Within a value class, the value falls with the idle time.
+    """
 
     name: str
-    num_classes: int
-    class_ratio: float  # the largest factor between the values of neighboring classes
+    num_value_classes: int
+    value_class_ratio: float  # the largest factor between the values of neighboring value classes
 
-    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """Return the class of a chunk, in 0..num_classes - 1.
+    def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        """Return the value class of a chunk, in 0..num_value_classes - 1.
 
-        A class is a rounded value. Round down: at no idle time may `value` of the class be higher than the
-        value that the policy's formula gives this chunk.
+        A value class is a rounded value. Round down: at no idle time may `value` of the value class be higher
+        than the value that the policy's formula gives this chunk.
 
-        In a branch, a later chunk must not have a lower class than an earlier one, because the queue looks
-        only at the first chunk that qualifies. The class of an idle branch's chunk must not fall, unless the
-        branch loses a holder, because an entry must be a lower bound. It may fall while a turn runs in a
-        conversation that holds the branch: the turn pins the branch, and its end offers the branch again.
+        In a branch, a later chunk must not have a lower value class than an earlier one, because the queue
+        looks only at the first chunk that qualifies. The value class of an idle branch's chunk must not fall,
+        unless the branch loses a holder, because an entry must be a lower bound. It may fall while a turn
+        runs in a conversation that holds the branch: the turn pins the branch, and its end offers the branch
+        again.
         """
 
-    def value(self, class_index: int, idle_seconds: float) -> float:
-        """Return the retention value of a class's chunks after `idle_seconds`."""
+    def value(self, value_class: int, idle_seconds: float) -> float:
+        """Return the retention value of the chunks of a value class after `idle_seconds`."""
 
     def set_capacity(self, num_tokens: int) -> None:
         """Set how many different tokens both tiers can hold. Called once, before any other method."""
@@ -55,13 +59,13 @@ class RetentionPolicy(Protocol):
         """Learn that a turn of the conversation was admitted."""
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
-        """Learn from an ended turn; return the conversation's ratio.
+        """Learn from an ended turn; return the conversation's return_ratio.
 
-        The ratio says how much likelier than others the conversation is to return.
+        The return_ratio says how much likelier than others the conversation is to return.
         """
 
-    def factor_of(self, conversation_id: str) -> float:
-        """Return the factor (at most 1) for the weight of a conversation whose turn has just ended."""
+    def value_factor_of(self, conversation_id: str) -> float:
+        """Return the factor (at most 1) on the value of a conversation whose turn has just ended."""
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Learn that the conversation `target_id` begins with the history of another."""
@@ -94,7 +98,7 @@ class StaticPolicy:
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
         return 1.0
 
-    def factor_of(self, conversation_id: str) -> float:
+    def value_factor_of(self, conversation_id: str) -> float:
         return 1.0
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:

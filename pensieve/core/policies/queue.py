@@ -1,4 +1,4 @@
-"""Find the least valuable chunk to evict, without a search.
+"""Order the chunks by the value that a policy gives them: find the least valuable one without a search.
 
 There are three roles, each with its own queue and its own condition on a chunk:
 
@@ -7,24 +7,24 @@ There are three roles, each with its own queue and its own condition on a chunk:
     DROP      free a host page       droppable: on the host, no copy in flight
 
 The entries of a queue are branches, not chunks. In a branch, the first chunk that qualifies is the least
-valuable chunk that qualifies. The policy puts this chunk into one of its *classes* (`class_of`), and the
-branch is queued there. All entries of a class have the same value at the same idle time, and the value falls
-with the idle time. So a class is ordered by idle time, and this order never changes. The least valuable
-branch is therefore among the heads of the classes.
+valuable chunk that qualifies. The policy puts this chunk into one of its *value classes* (`value_class_of`),
+and the branch is queued there. All entries of a value class have the same value at the same idle time, and
+the value falls with the idle time. So a value class is ordered by idle time, and this order never changes.
+The least valuable branch is therefore among the heads of the value classes.
 
 An entry is a *lower bound* of its branch's value. Apart from its fall with the idle time, which is the same
-for all entries of a class, the value rises in three cases: a holder becomes active, the weight of several
-holders grows with time (`Branch.weight`), or the chunk of the entry no longer qualifies. A rise changes no
-entry: the entry is corrected when it becomes the least valuable one. The value falls further when the branch
-loses a holder, or when an earlier chunk qualifies again. Then the branch is offered again at once, and its
-old entry becomes stale.
-Entries of branches that a running turn holds are removed when they become the head of a class. `offer` queues
-such a branch again when it is idle.
+for all entries of a value class, the value rises in three cases: a holder becomes active, the weight of
+several holders grows with time (`Branch.holders_weight`), or the chunk of the entry no longer qualifies. A
+rise changes no entry: the entry is corrected when it becomes the least valuable one. The value falls further
+when the branch loses a holder, or when an earlier chunk qualifies again. Then the branch is offered again at
+once, and its old entry becomes stale.
+Entries of branches that a running turn holds are removed when they become the head of a value class. `offer`
+queues such a branch again when it is idle.
 
-So a decision costs O(`num_classes` + log branches), amortized over the changes of branches, and never walks
-over the whole cache. All decisions of one plan have the same `now`. The branch found remains the least
+So a decision costs O(`num_value_classes` + log branches), amortized over the changes of branches, and never
+walks over the whole cache. All decisions of one plan have the same `now`. The branch found remains the least
 valuable one as long as no branch is queued or pinned and the next chunk of the branch found has the same
-class. The value found may be off by one class (for the policy `value`, a factor of 1.1).
+value class. The value found may be off by one value class (for the policy `value`, a factor of 1.1).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 
-from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.protocol import EvictionPolicy
 from pensieve.core.prefix_tree import Branch, Chunk, QueueEntry
 
 
@@ -51,15 +51,15 @@ QUALIFIES: dict[Role, Callable[[Chunk], bool]] = {
 }
 
 
-class RetentionQueue:
+class EvictionQueue:
     """The branches with a chunk that qualifies for one role, least valuable first."""
 
-    def __init__(self, role: Role, policy: RetentionPolicy) -> None:
+    def __init__(self, role: Role, policy: EvictionPolicy) -> None:
         self.role = role
         self.policy = policy
         self._qualifies = QUALIFIES[role]
-        self._heaps: list[list[QueueEntry]] = [[] for _ in range(policy.num_classes)]
-        self._occupied: list[int] = []  # classes whose heap is not empty
+        self._heaps: list[list[QueueEntry]] = [[] for _ in range(policy.num_value_classes)]
+        self._occupied: list[int] = []  # value classes whose heap is not empty
         self._serial = 0
         self._num_live = 0
         self._num_stale = 0
@@ -73,14 +73,16 @@ class RetentionQueue:
             if found is None:
                 return None
             value, entry = found
-            branch, class_index = entry.branch, entry.class_index
+            branch, value_class = entry.branch, entry.value_class
             assert branch is not None
             chunk = self.candidate(branch)
             if chunk is None:
-                self._remove_head(class_index)
-            elif (now_class := self.policy.class_of(branch, chunk.index, now)) > class_index:
-                self._remove_head(class_index)
-                self._push(branch, now_class)
+                self._remove_head(value_class)
+            elif (
+                present_class := self.policy.value_class_of(branch, chunk.index, now)
+            ) > value_class:
+                self._remove_head(value_class)
+                self._push(branch, present_class)
             else:
                 return value, chunk
 
@@ -89,19 +91,19 @@ class RetentionQueue:
         self._found_at = None
 
     def _first(self, now: float) -> tuple[float, QueueEntry] | None:
-        """Bring the heads of the classes up to date and return the least of them."""
+        """Bring the heads of the value classes up to date and return the least of them."""
         heaps, value_of = self._heaps, self.policy.value
         while True:
             best_value, best_since = math.inf, math.inf
             best: QueueEntry | None = None
             outdated = -1
-            for class_index in self._occupied:
-                entry = heaps[class_index][0]
+            for value_class in self._occupied:
+                entry = heaps[value_class][0]
                 branch, since = entry.branch, entry.since
                 if branch is None or branch.num_running or since != branch.idle_since:
-                    outdated = class_index
+                    outdated = value_class
                     break
-                value = value_of(class_index, now - since)
+                value = value_of(value_class, now - since)
                 if value < best_value or (value == best_value and since < best_since):
                     best_value, best_since, best = value, since, entry
             if outdated >= 0:
@@ -117,13 +119,13 @@ class RetentionQueue:
         chunk = self.candidate(branch)
         if chunk is None:
             return
-        class_index = self.policy.class_of(branch, chunk.index, now)
+        value_class = self.policy.value_class_of(branch, chunk.index, now)
         entry = branch.entries[self.role]
         if entry is not None:
-            if entry.class_index <= class_index and entry.since <= branch.idle_since:
+            if entry.value_class <= value_class and entry.since <= branch.idle_since:
                 return  # still a lower bound
             self.withdraw(branch)
-        self._push(branch, class_index)
+        self._push(branch, value_class)
 
     def requalify(self, chunk: Chunk, branch: Branch, now: float) -> None:
         """Queue an idle branch if `chunk`, which did not qualify before, does so now."""
@@ -157,9 +159,9 @@ class RetentionQueue:
         cursors[role] = len(chunks)
         return None
 
-    def _refresh_head(self, class_index: int, now: float) -> None:
-        """Remove a stale, pinned or outdated head of a class; queue its branch again if it is idle."""
-        entry = self._pop(class_index)
+    def _refresh_head(self, value_class: int, now: float) -> None:
+        """Remove a stale, pinned or outdated head of a value class; queue its branch again if it is idle."""
+        entry = self._pop(value_class)
         branch = entry.branch
         if branch is None:
             self._num_stale -= 1
@@ -169,27 +171,27 @@ class RetentionQueue:
         if not branch.num_running:
             self.offer(branch, now)
 
-    def _push(self, branch: Branch, class_index: int) -> None:
+    def _push(self, branch: Branch, value_class: int) -> None:
         assert self._found_at is None, "the found branch may no longer be the least"
         self._serial += 1
-        entry = QueueEntry(branch, class_index, self._serial)
+        entry = QueueEntry(branch, value_class, self._serial)
         branch.entries[self.role] = entry
-        heap = self._heaps[class_index]
+        heap = self._heaps[value_class]
         if not heap:
-            self._occupied.append(class_index)
+            self._occupied.append(value_class)
         heappush(heap, entry)
         self._num_live += 1
 
-    def _pop(self, class_index: int) -> QueueEntry:
+    def _pop(self, value_class: int) -> QueueEntry:
         self.scan_again()
-        heap = self._heaps[class_index]
+        heap = self._heaps[value_class]
         entry = heappop(heap)
         if not heap:
-            self._occupied.remove(class_index)
+            self._occupied.remove(value_class)
         return entry
 
-    def _remove_head(self, class_index: int) -> None:
-        branch = self._pop(class_index).branch
+    def _remove_head(self, value_class: int) -> None:
+        branch = self._pop(value_class).branch
         assert branch is not None
         branch.entries[self.role] = None
         self._num_live -= 1
@@ -215,18 +217,18 @@ class RetentionQueue:
             )
             entry = branch.entries[self.role]
             assert entry is not None, f"{self.role.name}: {branch} is not offered"
-            since, class_index = entry.since, entry.class_index
+            since, value_class = entry.since, entry.value_class
             assert since <= branch.idle_since, (
                 f"{self.role.name}: the entry of {branch} has a later idle time than the branch"
             )
             assert entry.start == branch.start, (
                 f"{self.role.name}: {branch} begins at another chunk than its entry"
             )
-            believed = self.policy.value(class_index, now - since)
-            true_class = self.policy.class_of(branch, first.index, now)
+            believed = self.policy.value(value_class, now - since)
+            true_class = self.policy.value_class_of(branch, first.index, now)
             value = self.policy.value(true_class, now - branch.idle_since)
-            # The class was rounded down, so an outdated entry may be too high by one class.
-            slack = 1.0 if since == branch.idle_since else self.policy.class_ratio
+            # The value class was rounded down, so an outdated entry may be too high by one value class.
+            slack = 1.0 if since == branch.idle_since else self.policy.value_class_ratio
             assert believed <= value * slack * (1 + 1e-9), (
                 f"{self.role.name}: {branch} is overvalued, {believed} > {value}"
             )

@@ -1,4 +1,4 @@
-"""The retention policies by name, for `--policy` and the setting `policy`."""
+"""List the eviction policies by name, for `--policy` and the setting `policy`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.lru import LruPolicy
-from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.protocol import EvictionPolicy
 from pensieve.core.policies.return_policy import ReturnPolicy
 from pensieve.core.policies.value import ValuePolicy
 
 # By name: makes the policy from the cost of recomputing a chunk and the tokens of a chunk.
-POLICIES: dict[str, Callable[[CostProfile, int], RetentionPolicy]] = {
+POLICIES: dict[str, Callable[[CostProfile, int], EvictionPolicy]] = {
     LruPolicy.name: lambda cost, chunk_tokens: LruPolicy(),
     ValuePolicy.name: ValuePolicy,
     ReturnPolicy.name: ReturnPolicy,
@@ -19,7 +19,7 @@ POLICIES: dict[str, Callable[[CostProfile, int], RetentionPolicy]] = {
 DEFAULT = ReturnPolicy.name  # of the setting `policy`; docs/performance.md says why
 
 
-def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:
+def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> EvictionPolicy:
     if name not in POLICIES:
-        raise ValueError(f"unknown retention policy {name!r} (known: {', '.join(POLICIES)})")
+        raise ValueError(f"unknown eviction policy {name!r} (known: {', '.join(POLICIES)})")
     return POLICIES[name](cost, chunk_tokens)

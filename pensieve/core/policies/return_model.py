@@ -1,4 +1,4 @@
-"""Learn which conversations return, and when, from earlier returns.
+"""For the policy `return`: learn which conversations return, and when, from earlier returns.
 
 A *gap* is the time between two turns of a conversation. The time since the last turn is divided into
 intervals of growing length (`EDGES`). The model predicts the probability that a conversation returns in
@@ -6,10 +6,10 @@ interval i, if it has not returned before that interval:
 
     P(returns in i | not before i) = rate_i · ratio        ratio = exp(weights · traits)
 
-The *rate* says when conversations return. The *ratio* of a conversation says how much likelier than others it
-is to return. (This is a discrete proportional-hazards model.) Times and traits are learned separately, so a
-few hundred gaps are enough to learn from. A gap that reaches interval i gives one observation: y = 1 if the
-gap ends in the interval, y = 0 if it lasts longer.
+The *rate* says when conversations return. The *ratio* of a conversation (its `return_ratio`) says how much
+likelier than others it is to return. (This is a discrete proportional-hazards model.) Times and traits are
+learned separately, so a few hundred gaps are enough to learn from. A gap that reaches interval i gives one
+observation: y = 1 if the gap ends in the interval, y = 0 if it lasts longer.
 
     rate_i    = returned_i / sum of the ratios of the gaps that reached i
     weight_j += x_j (y - rate_i · ratio) / sum of x_j² rate_i · ratio      (Newton's step, traits one by one)
@@ -103,7 +103,7 @@ class ReturnModel:
         self._worth = self._worth_by_interval()
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
-        """Begin a gap; return the conversation's ratio."""
+        """Begin a gap; return the conversation's return_ratio."""
         self._advance(now)
         before = self._gaps.pop(conversation_id, None)
         num_turns = 1 + (before.num_turns if before is not None else 0)

@@ -1,12 +1,12 @@
 """The policy `return`: learn which conversations return, and when, and keep their KV.
 
-    value = cost(l) · sum over the holders of (ratio) · worth(idle time)
+    value = cost(l) · sum over the holders of (return_ratio) · worth(idle time)
 
-The ratio and the worth come from a model of returns (return_model.py). A value is the seconds of recompute
-saved per second of keeping the chunk. A conversation's ratio is known when its turn ends. Ratio and cost
-determine the class of a chunk. The worth changes with time, but in the same way for all conversations. So a
-queue keeps its order (queue.py). The absence that a client announces is a trait like the others, with a
-learned weight.
+The return_ratio and the worth come from a model of returns (return_model.py). A value is the seconds of
+recompute saved per second of keeping the chunk. A conversation's return_ratio is known when its turn ends. It
+and the cost determine the value class of a chunk. The worth changes with time, but in the same way for all
+conversations. So a queue keeps its order (queue.py). The absence that a client announces is a trait like the
+others, with a learned weight.
 
 The model may be wrong, especially when the workload changes, and many conversations may return one after the
 other, which is a scan. So three orders of eviction are compared: by learned value, plain lru, and by learned
@@ -23,29 +23,30 @@ from __future__ import annotations
 
 import math
 
-from pensieve.core.cost import CostProfile, CostSteps, class_at
+from pensieve.core.cost import CostProfile, CostSteps, value_class_at
 from pensieve.core.policies.protocol import EndedTurn
 from pensieve.core.policies.return_model import ReturnModel
 from pensieve.core.policies.shadow_cache import BUCKET_STEP, Order, Trial, random_factor
 from pensieve.core.prefix_tree import Branch
 
-CLASS_RATIO = 1.15
-NUM_CLASSES = 96
-UNIT_CLASS = 40  # class of a chunk without context, of a conversation of ratio 1
+VALUE_CLASS_RATIO = 1.15
+NUM_VALUE_CLASSES = 96
+UNIT_VALUE_CLASS = 40  # of a chunk without context, of a conversation with the return_ratio 1
 
 
 class ReturnPolicy:
     name = "return"
-    num_classes = NUM_CLASSES
-    class_ratio = CLASS_RATIO
+    num_value_classes = NUM_VALUE_CLASSES
+    value_class_ratio = VALUE_CLASS_RATIO
 
     def __init__(self, cost: CostProfile, chunk_tokens: int) -> None:
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._least_cost = cost.chunk_seconds(0)
-        self._steps = CostSteps(cost, chunk_tokens, CLASS_RATIO)
-        self._of_class = [
-            self._least_cost * CLASS_RATIO ** (i - UNIT_CLASS) for i in range(NUM_CLASSES)
+        self._steps = CostSteps(cost, chunk_tokens, VALUE_CLASS_RATIO)
+        self._of_value_class = [
+            self._least_cost * VALUE_CLASS_RATIO ** (i - UNIT_VALUE_CLASS)
+            for i in range(NUM_VALUE_CLASSES)
         ]
         self.model = ReturnModel()
         self.trial = Trial(self._value_of_bucket, self._seconds_of)
@@ -60,12 +61,12 @@ class ReturnPolicy:
             self.model.count_hits(conversation_id, is_hit)
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
-        ratio = self.model.turn_ended(conversation_id, ended, now)
+        return_ratio = self.model.turn_ended(conversation_id, ended, now)
         factor = random_factor(self.model.draw_of(conversation_id))
-        self.trial.turn_ended(conversation_id, ratio, factor, ended, now)
-        return ratio
+        self.trial.turn_ended(conversation_id, return_ratio, factor, ended, now)
+        return return_ratio
 
-    def factor_of(self, conversation_id: str) -> float:
+    def value_factor_of(self, conversation_id: str) -> float:
         if self.trial.followed is not Order.RANDOM:
             return 1.0
         return random_factor(self.model.draw_of(conversation_id))
@@ -81,14 +82,14 @@ class ReturnPolicy:
         # The learned values have the announced absence as a trait.
         return away_seconds if self.trial.followed is Order.LRU else 0.0
 
-    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        steps = self._steps[chunk_index] + math.log(branch.weight(now), CLASS_RATIO)
-        return class_at(steps + UNIT_CLASS, NUM_CLASSES)
+    def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        steps = self._steps[chunk_index] + math.log(branch.holders_weight(now), VALUE_CLASS_RATIO)
+        return value_class_at(steps + UNIT_VALUE_CLASS, NUM_VALUE_CLASSES)
 
-    def value(self, class_index: int, idle_seconds: float) -> float:
+    def value(self, value_class: int, idle_seconds: float) -> float:
         if self.trial.followed is Order.LRU:
             return self._least_cost / max(idle_seconds, 1e-9)
-        return self._of_class[class_index] * self.model.worth(idle_seconds)
+        return self._of_value_class[value_class] * self.model.worth(idle_seconds)
 
     def worth_swapping_in(self, chunk_index: int) -> bool:
         context = (chunk_index + 1) * self._chunk_tokens
@@ -99,8 +100,8 @@ class ReturnPolicy:
         if not copy or self.trial.followed is Order.LRU:
             return True
         gain = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens) - copy
-        ratio = branch.weight(now, with_factors=False)
-        returns = self.model.likelihood(ratio, now - branch.idle_since)
+        return_ratio = branch.holders_weight(now, with_value_factors=False)
+        returns = self.model.likelihood(return_ratio, now - branch.idle_since)
         return returns * gain > copy
 
     def _value_of_bucket(self, bucket: int, idle_seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Compare three orders of eviction by shadow caches, which hold only names and sizes.
+"""For the policy `return`: compare three orders of eviction by shadow caches (only names and sizes).
 
     Order.LRU      the conversation that was active longest ago is evicted first, as by the policy `lru`
     Order.LEARNED  the conversation with the lowest learned value is evicted first
@@ -43,7 +43,7 @@ from pensieve.core.policies.protocol import EndedTurn
 FADE_SECONDS = 300.0
 LEARNED_PROOF = 0.98
 RANDOM_PROOF = 0.85
-# width of a bucket, in log(ratio); return_model.py explains the ratio of a conversation
+# width of a bucket, in log(return_ratio); return_model.py explains the return_ratio of a conversation
 BUCKET_STEP = 0.25
 SPREAD = 3.0  # random factors are between exp(-SPREAD) and 1
 HITS_MIN = 3  # successive hits with lru that make a conversation's factor 1
@@ -58,8 +58,8 @@ class Order(IntEnum):
     RANDOM = 2
 
 
-def bucket_of(ratio: float) -> int:
-    return round(math.log(ratio) / BUCKET_STEP)
+def bucket_of(return_ratio: float) -> int:
+    return round(math.log(return_ratio) / BUCKET_STEP)
 
 
 def random_factor(draw: tuple[int, int] | None) -> float:
@@ -159,15 +159,15 @@ class Trial:
             shadow_cache.tokens_max = num_tokens
 
     def turn_ended(
-        self, conversation_id: str, ratio: float, factor: float, ended: EndedTurn, now: float
+        self, conversation_id: str, return_ratio: float, factor: float, ended: EndedTurn, now: float
     ) -> None:
         """Put a conversation into all caches. For lru, an announced absence counts as idle time."""
         away_seconds = ended.away_seconds
         away_bucket = round(math.log1p(away_seconds))
         lru, learned, factored = self._shadow_caches.values()
         lru.put(conversation_id, away_bucket, ended.length, now - away_seconds)
-        learned.put(conversation_id, bucket_of(ratio), ended.length, now)
-        factored.put(conversation_id, bucket_of(ratio * factor), ended.length, now)
+        learned.put(conversation_id, bucket_of(return_ratio), ended.length, now)
+        factored.put(conversation_id, bucket_of(return_ratio * factor), ended.length, now)
 
     def continued(self, conversation_id: str, new_id: str) -> None:
         for shadow_cache in self._shadow_caches.values():

@@ -21,7 +21,8 @@ class AttentionKind(NamedTuple):
     """How a layer's queries weigh keys; the same in every iteration.
 
     A field that is added later has the default None, for layers that do not use it.  A kernel names the
-    fields that it supports (`KIND_FIELDS`).  The reference computes layers that need other fields.
+    fields that it supports (`KIND_FIELDS`).  The reference computes layers that need other fields.  Kinds are
+    compared with `==`, so a field must not be a bare tensor.
     """
 
     scaling: float  # factor of the scores

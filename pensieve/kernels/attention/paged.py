@@ -1,6 +1,7 @@
-"""Public functions of attention over paged keys and values, for tensors of any device.
+"""Choose the implementation of attention over paged keys and values for the device of the tensors.
 
-Each function checks the shapes of its tensors and calls the implementation for their device.  The values in
+These are the public functions.  Each checks the shapes of its tensors and calls cpu.py, cuda.py (which hold
+the calls of the compiled kernels), or else reference.py.  The values in
 index tensors are not checked: they come from the batch, and reading them back would stall a GPU.
 """
 

@@ -1,4 +1,6 @@
-"""Implement the attention kernels in plain torch, for any device, dtype and page size.
+"""Compute attention in plain torch, for any device, dtype and page size that the compiled kernels lack.
+
+The daemon uses this module where there is no compiled kernel.  Tests also compare the kernels with it.
 
 Attention gathers a slice's pages into contiguous keys and values and calls torch's fused attention, which
 accumulates in fp32.  Grouped heads are folded into rows (the queries of one KV head lie together), so keys

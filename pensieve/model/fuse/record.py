@@ -1,4 +1,6 @@
-"""Record one forward's calls by layer: calls of attention, and of modules with weights or without submodules.
+"""Run one forward and record its calls by layer: of attention, and of modules with weights or no submodules.
+
+`CausalPass` computes the attention of this forward.
 
 The record holds the original tensors, so `is` tells whether one call received another call's result.
 These tensors stay alive as long as the record does.

@@ -39,11 +39,11 @@ HANDSHAKE_SECONDS = 10.0
 FRAME_BYTES_MAX = 4096  # limit of a frame until the peer has proved its identity
 NONCE_BYTES = 32
 KEEPALIVE_SECONDS = 5  # a machine that does not answer for four times as long counts as dead
-COMPARED = ("protocol", "pensieve", "torch", "transformers", "device", "model")
+COMPARED_FIELDS = ("protocol", "pensieve", "torch", "transformers", "device", "model")
 
 
 class RankIdentity(NamedTuple):
-    """A rank's description of itself; the fields in COMPARED must equal rank 0's."""
+    """A rank's description of itself; the fields in COMPARED_FIELDS must equal rank 0's."""
 
     protocol: int
     pensieve: str
@@ -146,7 +146,7 @@ def _arrival(values: Mapping[str, object]) -> RankIdentity:
 
 
 def _compare(arrival: RankIdentity, expected: RankIdentity) -> None:
-    for name in COMPARED:
+    for name in COMPARED_FIELDS:
         there, here = getattr(arrival, name), getattr(expected, name)
         if there != here:
             what = {"model": "other weights:", "device": "another device:"}.get(name, name)

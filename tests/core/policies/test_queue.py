@@ -1,7 +1,7 @@
 """The order of eviction: compare every decision of the queues with a search through all chunks.
 
 retention_value = cost of recomputing the chunk / idle seconds (at least one), summed over its holders.
-A queue puts chunks into classes by value. Values in one class differ by at most a factor of 1.1. So the
+A queue puts chunks into value classes. Values in one class differ by at most a factor of 1.1. So the
 chosen chunk may be up to 1.1 times as valuable as the least valuable chunk.
 """
 
@@ -14,10 +14,10 @@ import pytest
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.lru import LruPolicy
-from pensieve.core.policies.protocol import RetentionPolicy
-from pensieve.core.policies.queue import QUALIFIES, RetentionQueue, Role
+from pensieve.core.policies.protocol import EvictionPolicy
+from pensieve.core.policies.queue import QUALIFIES, EvictionQueue, Role
 from pensieve.core.policies.registry import POLICIES
-from pensieve.core.policies.value import CLASS_RATIO, NUM_CLASSES, ValuePolicy
+from pensieve.core.policies.value import NUM_VALUE_CLASSES, VALUE_CLASS_RATIO, ValuePolicy
 from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk
 from tests.core.world import Stage
 
@@ -30,12 +30,12 @@ QUEUE_ROLE = Role.SWAP_OUT
 class Forest:
     """Idle branches of dirty chunks, and a queue that must name the least valuable chunk."""
 
-    policy: RetentionPolicy
+    policy: EvictionPolicy
     now: float = 0.0
     branches: list[Branch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.queue = RetentionQueue(QUEUE_ROLE, self.policy)
+        self.queue = EvictionQueue(QUEUE_ROLE, self.policy)
 
     def grow(self, start: int, num_chunks: int, idle_since: list[float]) -> Branch:
         """Add a branch whose holders have been idle since these times."""
@@ -77,7 +77,7 @@ def value_forest() -> Forest:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
+def test_the_victim_is_the_least_valuable_up_to_one_value_class(seed: int) -> None:
     """Private and shared branches are added, become idle, are used again, lose holders and are evicted."""
     rng, forest = random.Random(seed), value_forest()
     num_victims = 0
@@ -115,7 +115,9 @@ def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
             believed, victim = found
             least = min(map(forest.exact_value, candidates))
             assert believed <= least * (1 + 1e-9), f"seed {seed}"
-            assert forest.exact_value(victim) <= least * CLASS_RATIO * (1 + 1e-9), f"seed {seed}"
+            assert forest.exact_value(victim) <= least * VALUE_CLASS_RATIO * (1 + 1e-9), (
+                f"seed {seed}"
+            )
         forest.queue.check(forest.branches, forest.now)
     assert num_victims > 30
 
@@ -137,7 +139,7 @@ def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None
         slack = max(len(victim.branch.holders) / 64, 1.0)
         least = min(map(forest.exact_value, candidates))
         assert believed <= least * (1 + 1e-9)
-        assert forest.exact_value(victim) <= least * CLASS_RATIO * slack * (1 + 1e-9)
+        assert forest.exact_value(victim) <= least * VALUE_CLASS_RATIO * slack * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -208,9 +210,9 @@ def test_a_decision_asks_about_few_branches_however_many_there_are() -> None:
     class Counting(ValuePolicy):
         num_asked = 0
 
-        def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
             self.num_asked += 1
-            return super().class_of(branch, chunk_index, now)
+            return super().value_class_of(branch, chunk_index, now)
 
     asked = []
     for num_branches in (100, 3000):
@@ -292,34 +294,38 @@ def test_profiles_are_ascending() -> None:
 
 def test_a_weight_sums_over_holders_in_units_of_the_latest() -> None:
     branch = value_forest().grow(0, 1, [0.0, 60.0, 90.0])
-    assert branch.weight(100.0) == pytest.approx(10 / 100 + 10 / 40 + 10 / 10)
-    assert branch.weight(1e9) == pytest.approx(3.0)
-    assert branch.weight(90.0) == branch.weight(91.0) == pytest.approx(1 / 91 + 1 / 31 + 1)
-    assert value_forest().grow(0, 1, [5.0]).weight(7.0) == 1.0
+    assert branch.holders_weight(100.0) == pytest.approx(10 / 100 + 10 / 40 + 10 / 10)
+    assert branch.holders_weight(1e9) == pytest.approx(3.0)
+    assert (
+        branch.holders_weight(90.0)
+        == branch.holders_weight(91.0)
+        == pytest.approx(1 / 91 + 1 / 31 + 1)
+    )
+    assert value_forest().grow(0, 1, [5.0]).holders_weight(7.0) == 1.0
 
 
 def test_beyond_64_holders_the_others_count_as_the_longest_idle() -> None:
     branch = value_forest().grow(0, 1, [0.0, *([10.0] * 10), *([90.0] * 64)])
-    assert branch.weight(100.0) == pytest.approx(64 + 11 * 10 / 100)
+    assert branch.holders_weight(100.0) == pytest.approx(64 + 11 * 10 / 100)
 
 
-def test_classes_are_steps_of_ten_percent() -> None:
+def test_value_classes_are_steps_of_ten_percent() -> None:
     """The cheapest chunk costs 1.0 s (cost(32)). Class 7 begins at 1.1^7 = 1.95, class 8 at 2.14."""
     cost = CostProfile.measured_at({32: 0.0, 64: 1.0, 128: 3.0}, other_seconds=1.0)
     policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 4, [0.0])
-    assert [policy.class_of(branch, index, 0.0) for index in range(4)] == [0, 7, 11, 14]
+    assert [policy.value_class_of(branch, index, 0.0) for index in range(4)] == [0, 7, 11, 14]
     assert policy.value(0, 10.0) == pytest.approx(0.1)
     assert policy.value(7, 10.0) == pytest.approx(1.1**7 / 10)
     assert policy.value(7, 0.2) == policy.value(7, 1.0)
     shared = value_forest().grow(0, 1, [0.0] * 3)
-    assert policy.class_of(shared, 0, 100.0) == 11  # log(3) / log(1.1) = 11.5
+    assert policy.value_class_of(shared, 0, 100.0) == 11  # log(3) / log(1.1) = 11.5
 
 
-def test_there_are_64_classes_and_the_dearest_share_the_last() -> None:
-    assert (NUM_CLASSES, CLASS_RATIO) == (64, 1.1)
+def test_there_are_64_value_classes_and_the_dearest_share_the_last() -> None:
+    assert (NUM_VALUE_CLASSES, VALUE_CLASS_RATIO) == (64, 1.1)
     cost = CostProfile.measured_at({32: 0.0, 64: 1e6}, other_seconds=1.0)
     policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 1, [0.0])
-    assert policy.class_of(branch, 100, 0.0) == 63
+    assert policy.value_class_of(branch, 100, 0.0) == 63
 
 
 # -- consequences --

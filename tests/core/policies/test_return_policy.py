@@ -17,7 +17,7 @@ from pensieve.core.policies.return_model import (
     ReturnModel,
     traits_of,
 )
-from pensieve.core.policies.return_policy import UNIT_CLASS, ReturnPolicy
+from pensieve.core.policies.return_policy import UNIT_VALUE_CLASS, ReturnPolicy
 from pensieve.core.policies.shadow_cache import Order
 from pensieve.core.prefix_tree import Branch, CachedConversation
 from tests.core.world import Stage
@@ -67,7 +67,7 @@ def held(*holders: tuple[float, float]) -> Branch:
     branch = Branch(None, 0, holders[-1][0], 3)
     for number, (since, ratio) in enumerate(holders):
         conversation = CachedConversation(f"c{number}", since)
-        conversation.ratio = ratio
+        conversation.return_ratio = ratio
         branch.holders[conversation] = None
     return branch
 
@@ -228,13 +228,17 @@ def test_what_was_learned_fades() -> None:
 
 def test_value_is_cost_times_the_sum_over_the_holders() -> None:
     learnt = policy()
-    one = learnt.class_of(held((0.0, 1.0)), 0, 100.0)
-    assert one == UNIT_CLASS
-    assert learnt.class_of(held((0.0, 1.0)), 1000, 100.0) > one, "later chunks cost more"
+    one = learnt.value_class_of(held((0.0, 1.0)), 0, 100.0)
+    assert one == UNIT_VALUE_CLASS
+    assert learnt.value_class_of(held((0.0, 1.0)), 1000, 100.0) > one, "later chunks cost more"
     twice = held((0.0, 1.0), (0.0, 1.0))
-    assert learnt.class_of(twice, 0, 100.0) == one + int(math.log(2, learnt.class_ratio))
+    assert learnt.value_class_of(twice, 0, 100.0) == one + int(
+        math.log(2, learnt.value_class_ratio)
+    )
     likely = held((0.0, 4.0), (0.0, 2.0))
-    assert learnt.class_of(likely, 0, 100.0) == one + int(math.log(6, learnt.class_ratio))
+    assert learnt.value_class_of(likely, 0, 100.0) == one + int(
+        math.log(6, learnt.value_class_ratio)
+    )
     learnt.trial.followed = Order.LEARNED
     assert learnt.value(one, 10.0) == pytest.approx(
         COST.chunk_seconds(0) * learnt.model.worth(10.0)
@@ -285,21 +289,21 @@ def test_factors_are_drawn_only_while_the_random_order_is_followed() -> None:
     learnt = policy()
     learnt.turn_ended("a", MESSAGE, 0.0)
     learnt.turn_ended("b", MESSAGE, 0.0)
-    assert (learnt.factor_of("a"), learnt.factor_of("job")) == (1.0, 1.0)
+    assert (learnt.value_factor_of("a"), learnt.value_factor_of("job")) == (1.0, 1.0)
     learnt.trial.followed = Order.RANDOM
-    a, b = learnt.factor_of("a"), learnt.factor_of("b")
+    a, b = learnt.value_factor_of("a"), learnt.value_factor_of("b")
     assert len({a, b, 1.0}) == 3
-    assert learnt.factor_of("job") <= min(a, b), "conversations of batch jobs do not return"
+    assert learnt.value_factor_of("job") <= min(a, b), "conversations of batch jobs do not return"
     learnt.forked("a", "fork", 1.0)
     learnt.turn_ended("fork", MESSAGE, 2.0)
     learnt.turn_ended("a", MESSAGE, 2.0)
-    assert learnt.factor_of("fork") == learnt.factor_of("a") == a
+    assert learnt.value_factor_of("fork") == learnt.value_factor_of("a") == a
 
 
 def test_a_small_factor_lowers_the_value_and_not_the_probability_of_a_return() -> None:
     learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
     learnt.trial.followed = Order.LEARNED
     branch = held((0.0, 1.0))
-    next(iter(branch.holders)).factor = 0.1
-    assert learnt.class_of(branch, 0, 1.0) < UNIT_CLASS
+    next(iter(branch.holders)).value_factor = 0.1
+    assert learnt.value_class_of(branch, 0, 1.0) < UNIT_VALUE_CLASS
     assert learnt.worth_swapping_out(branch, 0, 1.0)
