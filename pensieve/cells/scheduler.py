@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pensieve.cells.graph import CellType, Graph
 
@@ -32,6 +32,22 @@ class Task:
 
     cell: CellType
     rows: tuple[NodeRef | None, ...]
+
+
+class Policy(Protocol):
+    """What runs next. `Scheduler` is cellular batching, and baselines.py has other policies."""
+
+    def add(self, request: int, graph: Graph) -> None:
+        """Add an unfolded request. Its id must be new."""
+
+    def schedule(self, worker: int) -> list[Task]:
+        """Return the next tasks of a worker that is idle. It runs them in their order."""
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        """Take note that a task ran. Return the requests that can be answered now.
+
+        `ended` are requests whose other nodes are not needed, such as decoders after the end token.
+        """
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +69,7 @@ class _Request:
     subgraphs: dict[int, _Subgraph] = field(default_factory=dict)  # released ones
 
 
-class Scheduler:
+class Scheduler(Policy):
     """Form the tasks of all workers. Worker ids are small integers."""
 
     def __init__(
@@ -66,7 +82,6 @@ class Scheduler:
         self._running: dict[Task, list[_Subgraph]] = {}
 
     def add(self, request: int, graph: Graph) -> None:
-        """Add an unfolded request. Its id must be new."""
         state = _Request(
             graph, list(graph.inner_inputs), [len(each) for each in graph.awaited], len(graph.nodes)
         )
@@ -83,7 +98,6 @@ class Scheduler:
         self._queues[cell][subgraph] = None
 
     def schedule(self, worker: int) -> list[Task]:
-        """Submit the next tasks of a worker that is idle. Return [] if no node is ready for it."""
         cell, tasks = self._choose(worker), list[Task]()
         while cell and len(tasks) < self.max_tasks_to_submit:
             batch = self._form_batch(cell, worker)
@@ -141,11 +155,7 @@ class Scheduler:
         return ready
 
     def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
-        """Take note that a task ran. Return the requests that are finished with it.
-
-        `ended` are requests whose other nodes are not needed, such as decoders after the end token. Their
-        nodes that are already submitted still run.
-        """
+        """See `Policy`. Nodes of ended requests that are already submitted still run."""
         for subgraph in self._running.pop(task):
             subgraph.num_running -= 1
             if not subgraph.num_running:
