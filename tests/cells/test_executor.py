@@ -18,6 +18,7 @@ from pensieve.cells.baselines import Merging, NodeByNode, Padding
 from pensieve.cells.comparison import MODELS as COMPARED
 from pensieve.cells.comparison import best_batch, compare, equal
 from pensieve.cells.executor import CellServer, Launched, Live, Runner, run_alone
+from pensieve.cells.graph import Graph, Node
 from pensieve.cells.models import Model, bart, lstm, seq2seq, tree_lstm
 from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Task
 from pensieve.cells.workload import random_tree
@@ -97,6 +98,14 @@ def test_the_replies_of_every_server_equal_unbatched_ones(name: str) -> None:
                 replies = [future.result(20) for future in futures]
             assert all(map(equal, replies, alone)), kind
             assert not server.lives, "slots are freed"
+
+
+def test_a_state_that_two_cells_read_is_kept_for_both() -> None:
+    model = tree_lstm(16)
+    leaf, inner = model.cells
+    shared = Graph([Node(leaf, (), (5,)), Node(inner, (0, 0)), Node(inner, (0, 1))])
+    with CellServer(model) as server:
+        assert equal(server.submit(shared).result(20), run_alone(model, shared))
 
 
 def test_bart_replies_are_those_of_transformers() -> None:
