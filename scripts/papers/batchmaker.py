@@ -511,7 +511,7 @@ NO_LIMIT = "merging has no limit of 64 rows, and building graphs is cheap here"
 AT_ONCE, AT_80 = "all requests at once, by CPU time", "at 80 % of the throughput of merging"
 COMPARED = {  # the figure that has this order, and for each baseline why throughput and P90 are so
     "lstm": ("2.7", {"padding": (AT_ONCE, AT_80), "merging": (AT_ONCE, AT_80)}),
-    "seq2seq": ("2.13", {"padding": (AT_ONCE, SMALL_BATCHES), "merging": (AT_ONCE, SMALL_BATCHES)}),
+    "seq2seq": ("2.13", dict.fromkeys(("padding", "merging"), (SMALL_BATCHES, SMALL_BATCHES))),
     "tree": ("2.14", {"merging": (NO_LIMIT, AT_80)}),
 }
 
@@ -519,7 +519,7 @@ COMPARED = {  # the figure that has this order, and for each baseline why throug
 def on_this_cpu(name: str, extent: Extent) -> Iterator[Row]:
     """Serve real requests by each policy, on one thread."""
     figure, baselines = COMPARED[name]
-    runs = [compare(name, 2 * extent.requests, seed) for seed in range(extent.seeds)]
+    runs = [compare(name, 3 * extent.requests, seed) for seed in range(extent.seeds)]
     assert all(each.exact for run in runs for each in run.values()), "replies differ"
 
     def over(other: str, what: str) -> Spread:
