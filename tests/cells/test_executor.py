@@ -20,7 +20,7 @@ from pensieve.cells.comparison import best_batch, compare, equal
 from pensieve.cells.executor import CellServer, Launched, Live, Runner, run_alone
 from pensieve.cells.graph import Graph, Node
 from pensieve.cells.models import Model, bart, lstm, seq2seq, tree_lstm
-from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Task
+from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Scheduler, Task
 from pensieve.cells.workload import random_tree
 from pensieve.cli.cells import MODELS as MODEL_NAMES
 from pensieve.cli.main import main
@@ -100,11 +100,20 @@ def test_the_replies_of_every_server_equal_unbatched_ones(name: str) -> None:
             assert not server.lives, "slots are freed"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_later_cells_of_a_model_have_higher_priorities(name: str) -> None:
+    make, draw = MODELS[name]
+    graph = make().unfold(draw(random.Random(1)))
+    for node in graph.nodes:
+        for source in (graph.nodes[index].cell for index in node.inputs):
+            assert source is node.cell or source.priority < node.cell.priority
+
+
 def test_a_state_that_two_cells_read_is_kept_for_both() -> None:
     model = tree_lstm(16)
     leaf, inner = model.cells
     shared = Graph([Node(leaf, (), (5,)), Node(inner, (0, 0)), Node(inner, (0, 1))])
-    with CellServer(model) as server:
+    with CellServer(model, Scheduler(model.cells, max_tasks_to_submit=1)) as server:
         assert equal(server.submit(shared).result(20), run_alone(model, shared))
 
 
@@ -200,7 +209,24 @@ def test_after_the_end_token_no_more_decoders_are_submitted() -> None:
 
         server.runners[0].launch = note  # type: ignore[method-assign]
         assert server.submit(graph).result(20) == reply[: reply.index(eos) + 1]
-    assert len(launched) <= 3 + 2 * MAX_TASKS_TO_SUBMIT
+        assert server.submit(endless.unfold([5], 1)).result(20), (
+            "decoders that still run do no harm"
+        )
+    assert len(launched) <= 3 + 2 * MAX_TASKS_TO_SUBMIT + 2
+
+
+def test_a_running_request_keeps_only_the_states_that_cells_will_read() -> None:
+    model, kept = lstm(16, VOCAB), []
+    with CellServer(model) as server:
+        launch = server.runners[0].launch
+
+        def count(task: Task) -> Launched:
+            kept.append(max(len(live.slots) for live in server.lives.values()))
+            return launch(task)
+
+        server.runners[0].launch = count  # type: ignore[method-assign]
+        server.submit(model.unfold([5] * 100)).result(20)
+    assert max(kept) <= MAX_TASKS_TO_SUBMIT + 1
 
 
 @pytest.mark.parametrize("kind", SERVERS)

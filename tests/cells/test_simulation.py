@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.cells.baselines import GraphBatching, Merging, NodeByNode, Padding
-from pensieve.cells.graph import CellType, Graph, chain, tree
+from pensieve.cells.graph import CellType, Graph, Node, chain, tree
 from pensieve.cells.scheduler import Scheduler, Task
 from pensieve.cells.workload import complete_tree
 from scripts.papers.cell_simulation import Arrival, Costs, Run, simulate
@@ -77,6 +77,13 @@ def test_merging_runs_all_ready_nodes_of_a_type_at_once() -> None:
 def test_merging_takes_the_type_whose_ready_nodes_are_least_deep() -> None:
     found = tasks(Merging(2), links(1, 3), links(2, 1))
     assert found == [("a", [0, 1]), ("b", [0]), ("a", [1]), ("b", [0, 1]), ("b", [0])]
+
+
+def test_merging_compares_the_mean_depths_of_types_and_not_when_they_became_ready() -> None:
+    """After a, the two nodes of b have the mean depth 0.5, and c has 0."""
+    c = CellType("c")
+    found = tasks(Merging(), Graph([Node(A), Node(B), Node(c), Node(B, (0,))]))
+    assert found == [("a", [0]), ("c", [0]), ("b", [0, 0])]
 
 
 def test_merging_a_graph_takes_time_for_each_of_its_nodes() -> None:
