@@ -1,36 +1,52 @@
-"""The policies that BatchMaker is compared with. They batch whole requests, and nothing joins a batch.
-
-When a worker is idle, `next_batch` returns requests and the tasks that compute them all. The requests are
-answered together, after the last task.
-"""
+"""The policies that BatchMaker is compared with. They batch whole requests, and nothing joins a batch."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterator
 
 from pensieve.cells.graph import CellType, Graph
-from pensieve.cells.scheduler import NodeRef, Task
+from pensieve.cells.scheduler import NodeRef, Policy, Task
 
 Requests = dict[int, Graph]
 
 
-@dataclass(frozen=True)
-class Batch:
-    requests: Requests
-    tasks: Iterator[Task]
-    num_merged: int = 0  # nodes of graphs that were merged, which takes time
-    steps: dict[CellType, int] | None = None  # if all tasks of a type have a row for each request
+class GraphBatching(Policy):
+    """Compute all tasks of some requests. Answer these requests together, after the last task."""
+
+    def __init__(self, batch_max: int = 64) -> None:
+        self._batch_max = batch_max
+        self._waiting: defaultdict[int, deque[tuple[int, Graph]]] = defaultdict(deque)  # by bucket
+        self._answered: dict[Task, list[int]] = {}  # by last task
+
+    def add(self, request: int, graph: Graph) -> None:
+        self._waiting[self._bucket(graph)].append((request, graph))
+
+    def schedule(self, worker: int) -> list[Task]:
+        filled = sorted(bucket for bucket, waiting in self._waiting.items() if waiting)
+        if not filled:
+            return []
+        waiting = self._waiting[self._choose(filled)]
+        requests = dict(waiting.popleft() for _ in range(min(self._batch_max, len(waiting))))
+        tasks = list(self._tasks(requests))
+        self._answered[tasks[-1]] = list(requests)
+        return tasks
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        return self._answered.pop(task, [])
+
+    def _bucket(self, graph: Graph) -> int:
+        return 0
+
+    def _choose(self, filled: list[int]) -> int:
+        return filled[0]
+
+    @abstractmethod
+    def _tasks(self, requests: Requests) -> Iterator[Task]: ...
 
 
-class GraphBatching(Protocol):
-    def add(self, request: int, graph: Graph) -> None: ...
-    def next_batch(self) -> Batch | None: ...
-
-
-class Padding:
+class Padding(GraphBatching):
     """Pad chains to the same length, as TensorFlow and MXNet did.
 
     Bucket i has the requests whose first stage is in (i * width, (i + 1) * width] cells long, and computes
@@ -40,65 +56,43 @@ class Padding:
     """
 
     def __init__(self, width: int = 10, batch_max: int = 512, full_first: bool = False) -> None:
-        self._width, self._batch_max, self._full_first = width, batch_max, full_first
-        self._buckets: defaultdict[int, deque[tuple[int, Graph]]] = defaultdict(deque)
+        super().__init__(batch_max)
+        self._width, self._full_first = width, full_first
         self._last = -1
 
-    def add(self, request: int, graph: Graph) -> None:
-        first = next(iter(graph.stages.values()))
-        self._buckets[(len(first) - 1) // self._width].append((request, graph))
+    def _bucket(self, graph: Graph) -> int:
+        return (len(next(iter(graph.stages.values()))) - 1) // self._width
 
-    def next_batch(self) -> Batch | None:
-        filled = sorted(bucket for bucket, waiting in self._buckets.items() if waiting)
-        if not filled:
-            return None
-        full = [each for each in filled if len(self._buckets[each]) >= self._batch_max]
+    def _choose(self, filled: list[int]) -> int:
+        full = [each for each in filled if len(self._waiting[each]) >= self._batch_max]
         if full and self._full_first:
-            bucket = min(full, key=lambda each: self._buckets[each][0])  # with the oldest request
-        else:
-            bucket = self._last = next((each for each in filled if each > self._last), filled[0])
-        requests = _take(self._buckets[bucket], self._batch_max)
-        steps: dict[CellType, int] = {}
+            return min(full, key=lambda each: self._waiting[each][0])  # with the oldest request
+        self._last = next((each for each in filled if each > self._last), filled[0])
+        return self._last
+
+    def _tasks(self, requests: Requests) -> Iterator[Task]:
+        first = next(iter(requests.values()))
+        lengths = dict.fromkeys(first.stages, 0)
         for graph in requests.values():
             for cell, nodes in graph.stages.items():
-                steps[cell] = max(steps.get(cell, 0), len(nodes))
-        steps[next(iter(steps))] = (bucket + 1) * self._width
-        return Batch(requests, _pad(requests, steps), steps=steps)
-
-
-def _pad(requests: Requests, steps: dict[CellType, int]) -> Iterator[Task]:
-    for cell, length in steps.items():
-        nodes_of = {request: graph.stages.get(cell, []) for request, graph in requests.items()}
-        for step in range(length):
-            yield Task(
-                cell,
-                tuple(
+                lengths[cell] = max(lengths.get(cell, 0), len(nodes))
+        lengths[next(iter(lengths))] = (self._bucket(first) + 1) * self._width
+        for cell, length in lengths.items():
+            nodes_of = [(each, graph.stages.get(cell, [])) for each, graph in requests.items()]
+            for step in range(length):
+                rows = [
                     NodeRef(request, nodes[step]) if step < len(nodes) else None
-                    for request, nodes in nodes_of.items()
-                ),
-            )
+                    for request, nodes in nodes_of
+                ]
+                yield Task(cell, tuple(rows))
 
 
-class Merging:
+class Merging(GraphBatching):
     """Merge the graphs of up to `batch_max` requests, as DyNet and TensorFlow Fold did.
 
     Each task has all ready nodes of one type: of the type whose ready nodes have the least mean depth. So a
     task may have more nodes than there are requests.
     """
-
-    def __init__(self, batch_max: int = 64) -> None:
-        self._batch_max = batch_max
-        self._waiting: deque[tuple[int, Graph]] = deque()
-
-    def add(self, request: int, graph: Graph) -> None:
-        self._waiting.append((request, graph))
-
-    def next_batch(self) -> Batch | None:
-        if not (requests := _take(self._waiting, self._batch_max)):
-            return None
-        return Batch(
-            requests, self._tasks(requests), sum(len(graph.nodes) for graph in requests.values())
-        )
 
     def _tasks(self, requests: Requests) -> Iterator[Task]:
         ready: defaultdict[CellType, list[tuple[int, NodeRef]]] = defaultdict(list)  # with depths
@@ -123,7 +117,7 @@ class Merging:
                         ready[graph.nodes[consumer].cell].append(found)
 
 
-class NodeByNode(Merging):
+class NodeByNode(GraphBatching):
     """Run the nodes one after the other, each for up to `batch_max` requests whose graphs are equal.
 
     `batch_max=1` is no batching. With identical trees, this is the ideal that has their graph built in.
@@ -132,7 +126,3 @@ class NodeByNode(Merging):
     def _tasks(self, requests: Requests) -> Iterator[Task]:
         for index, node in enumerate(next(iter(requests.values())).nodes):
             yield Task(node.cell, tuple(NodeRef(request, index) for request in requests))
-
-
-def _take(waiting: deque[tuple[int, Graph]], count: int) -> Requests:
-    return dict(waiting.popleft() for _ in range(min(count, len(waiting))))

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from pensieve.cells.baselines import GraphBatching
-from pensieve.cells.graph import CellType, Graph
+from pensieve.cells.graph import Graph
 from pensieve.cells.models import Cell, Model, States, rows_of
-from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Scheduler, Task
+from pensieve.cells.scheduler import NodeRef, Policy, Scheduler, Task
 
 
 class Slot(NamedTuple):
@@ -82,7 +81,7 @@ class Runner:
         self._stream: Any = None  # on the CPU
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._captured: dict[tuple[CellType, int], _CapturedCell] = {}
+        self._captured: dict[tuple[Cell, int], _CapturedCell] = {}
         self.num_gathers = 0
 
     def launch(self, task: Task) -> Launched:
@@ -153,9 +152,9 @@ class Runner:
         return made.pin_memory().to(self._device, non_blocking=True) if self._stream else made
 
     def _capture(self, cell: Cell, size: int) -> _CapturedCell:
-        if (key := (cell.kind, size)) not in self._captured:
-            self._captured[key] = _CapturedCell(cell, size, self._device)
-        return self._captured[key]
+        if (cell, size) not in self._captured:
+            self._captured[cell, size] = _CapturedCell(cell, size, self._device)
+        return self._captured[cell, size]
 
 
 class _CapturedCell:
@@ -178,42 +177,39 @@ class _CapturedCell:
         return tuple(part.clone() for part in self._outputs)
 
 
-class _Server:
-    """Takes requests in any thread, and serves them in its own. Usable as a context manager."""
+class CellServer:
+    """Serve a model by a policy: cellular batching, if none is given. Use it as a context manager.
 
-    def __init__(self, model: Model, num_workers: int, device: str) -> None:
+    Any thread may submit requests. One thread runs the policy, and each worker has a thread.
+    """
+
+    def __init__(
+        self, model: Model, policy: Policy | None = None, num_workers: int = 1, device: str = "cpu"
+    ) -> None:
         self.model = model
         self.lives: dict[int, Live] = {}
+        self.runners = [Runner(model, self.lives, device) for _ in range(num_workers)]
+        self._policy = policy or Scheduler(model.cells)
         self._num_requests = 0
         self._error: BaseException | None = None
-        self._inbox: SimpleQueue[Any] = SimpleQueue()
-        self.runners = [Runner(model, self.lives, device) for _ in range(num_workers)]
-
-    def _start(self, *targets: Callable[[], None]) -> None:
-        guarded = [partial(self._guard, target) for target in targets]
-        self._threads = [threading.Thread(target=each, daemon=True) for each in guarded]
+        self._accepting = threading.Lock()  # held while a request arrives, so that none arrives after an error
+        # Requests; workers with a task that has ended and its tokens; and None at the end.
+        self._inbox: SimpleQueue[Live | tuple[int, Task, list[int]] | None] = SimpleQueue()
+        self._fifos: list[SimpleQueue[list[Task]]] = [SimpleQueue() for _ in self.runners]
+        targets = [self._manage, *(partial(self._work, each) for each in range(num_workers))]
+        self._threads = [
+            threading.Thread(target=self._guard, args=(each,), daemon=True) for each in targets
+        ]
         for thread in self._threads:
             thread.start()
 
-    def _guard(self, target: Callable[[], None]) -> None:
-        """Run a thread. If it fails, all requests fail with its error."""
-        try:
-            target()
-        except BaseException as error:
-            self._error = error
-            waiting = [self._inbox.get() for _ in range(self._inbox.qsize())]
-            for live in [*self.lives.values(), *waiting]:
-                if isinstance(live, Live) and not live.future.done():
-                    live.future.set_exception(error)
-            self.lives.clear()
-            self._inbox.put(None)
-
     def submit(self, graph: Graph) -> Future[list[int] | States]:
         """Serve an unfolded request. The future gets the reply."""
-        if self._error is not None:
-            raise RuntimeError("the server has failed") from self._error
         live = Live(graph)
-        self._inbox.put(live)
+        with self._accepting:
+            if self._error is not None:
+                raise RuntimeError("the server has failed") from self._error
+            self._inbox.put(live)
         return live.future
 
     def __enter__(self) -> Self:
@@ -225,26 +221,19 @@ class _Server:
         for thread in self._threads:
             thread.join()
 
-    def _accept(self, live: Live) -> int:
-        self._num_requests += 1
-        self.lives[self._num_requests] = live
-        return self._num_requests
-
-
-class CellularServer(_Server):
-    """Serve a model by cellular batching: a thread for the scheduler, and one for each worker's FIFO."""
-
-    def __init__(
-        self,
-        model: Model,
-        num_workers: int = 1,
-        device: str = "cpu",
-        max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT,
-    ) -> None:
-        super().__init__(model, num_workers, device)
-        self._scheduler = Scheduler(model.cells, max_tasks_to_submit)
-        self._fifos: list[SimpleQueue[list[Task]]] = [SimpleQueue() for _ in self.runners]
-        self._start(self._manage, *(partial(self._work, each) for each in range(num_workers)))
+    def _guard(self, target: Callable[[], None]) -> None:
+        """Run a thread. If it fails, all requests fail with its error."""
+        try:
+            target()
+        except BaseException as error:
+            with self._accepting:
+                self._error = error
+            waiting = [self._inbox.get() for _ in range(self._inbox.qsize())]
+            for live in [*self.lives.values(), *waiting]:
+                if isinstance(live, Live) and not live.future.done():
+                    live.future.set_exception(error)
+            self.lives.clear()
+            self._inbox.put(None)
 
     def _manage(self) -> None:
         """Handle all messages that have come, then give work to each worker that is idle."""
@@ -253,16 +242,18 @@ class CellularServer(_Server):
         try:
             while self.lives or not closing:
                 for message in [self._inbox.get() for _ in range(max(1, self._inbox.qsize()))]:
-                    if isinstance(message, Live):
-                        self._scheduler.add(self._accept(message), message.graph)
-                    elif message is None:
+                    if message is None:
                         closing = True
+                    elif isinstance(message, Live):
+                        self._num_requests += 1
+                        self.lives[self._num_requests] = message
+                        self._policy.add(self._num_requests, message.graph)
                     else:
                         worker, task, tokens = message
                         num_tasks[worker] -= 1
                         self._complete(task, tokens)
                 for worker, fifo in enumerate(self._fifos):
-                    if not num_tasks[worker] and (tasks := self._scheduler.schedule(worker)):
+                    if not num_tasks[worker] and (tasks := self._policy.schedule(worker)):
                         num_tasks[worker] = len(tasks)
                         for row in (row for task in tasks for row in task.rows if row):
                             self.lives[row.request].num_running += 1
@@ -272,61 +263,36 @@ class CellularServer(_Server):
                 fifo.put([])
 
     def _complete(self, task: Task, tokens: Sequence[int]) -> None:
-        rows = [row for row in task.rows if row]
+        """Answer the requests that end with this task, and free the slots that no node will read."""
         ended = {
             row.request
-            for row, token in zip(rows, tokens, strict=False)
-            if self.lives[row.request].take(token, self.model.eos)
+            for row, token in zip(task.rows, tokens, strict=False)
+            if row and self.lives[row.request].take(token, self.model.eos)
         }
-        for request in self._scheduler.complete(task, ended):
+        finished = self._policy.complete(task, ended)
+        for request in finished:
             self.lives[request].answer(self.model.eos)
+        rows = [row for row in task.rows if row]
         for request, node in rows:
             live = self.lives[request]
             live.num_running -= 1
             for source in live.graph.nodes[node].inputs:
                 if len(live.graph.consumers[source]) == 1:
                     del live.slots[source]
-            if live.future.done() and not live.num_running:
+        for request in {*finished, *(row.request for row in rows)}:
+            if self.lives[request].future.done() and not self.lives[request].num_running:
                 del self.lives[request]
 
     def _work(self, worker: int) -> None:
         """Launch tasks in their order, and report each as soon as it has ended."""
-        launched: deque[Launched] = deque()
         while tasks := self._fifos[worker].get():
-            for task in tasks:
-                launched.append(self.runners[worker].launch(task))
-                while launched and launched[0].done():
-                    self._report(worker, launched.popleft())
-            while launched:
-                self._report(worker, launched.popleft())
-
-    def _report(self, worker: int, launched: Launched) -> None:
-        self._inbox.put((worker, launched.task, launched.tokens()))
-
-
-class GraphBatchingServer(_Server):
-    """Serve a model by a policy of baselines.py, on one worker."""
-
-    def __init__(self, model: Model, policy: GraphBatching, device: str = "cpu") -> None:
-        super().__init__(model, 1, device)
-        self._policy = policy
-        self._start(self._serve)
-
-    def _serve(self) -> None:
-        closing = False
-        while self.lives or not closing:
-            while not self._inbox.empty() or not (self.lives or closing):
-                if (live := self._inbox.get()) is None:
-                    closing = True
-                else:
-                    self._policy.add(self._accept(live), live.graph)
-            if batch := self._policy.next_batch():
-                for launched in [self.runners[0].launch(task) for task in batch.tasks]:
-                    for row, token in zip(launched.task.rows, launched.tokens(), strict=False):
-                        if row:
-                            self.lives[row.request].take(token, self.model.eos)
-                for request in batch.requests:
-                    self.lives.pop(request).answer(self.model.eos)
+            waiting, launched = deque(tasks), deque[Launched]()
+            while waiting or launched:
+                if waiting:
+                    launched.append(self.runners[worker].launch(waiting.popleft()))
+                while launched and (launched[0].done() or not waiting):
+                    first = launched.popleft()
+                    self._inbox.put((worker, first.task, first.tokens()))
 
 
 def run_alone(model: Model, graph: Graph, device: str = "cpu") -> list[int] | States:

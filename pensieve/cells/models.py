@@ -59,34 +59,21 @@ def _model(unfold: Callable[..., Graph], *cells: Cell, eos: int | None = None) -
 
 
 class LSTMCell(Cell):
-    """The state is (h, c, token). The token is for a decoder that may follow."""
+    """The state is (h, c, token). A decoder reads its previous token, and emits the most likely next one."""
 
-    def __init__(self, kind: CellType, vocab: int, hidden: int, payload: int = 1) -> None:
+    def __init__(self, kind: CellType, vocab: int, hidden: int, decodes: bool = False) -> None:
         state = torch.zeros(hidden), torch.zeros(hidden), torch.tensor(GO)
-        super().__init__(kind, state, payload=payload)
+        super().__init__(kind, state, payload=0 if decodes else 1)
         self.embed, self.gates = nn.Embedding(vocab, hidden), nn.Linear(2 * hidden, 4 * hidden)
+        self.words = nn.Linear(hidden, vocab) if decodes else None
+        self.emits = 2 if decodes else None
 
     def forward(self, payload: Tensor, h: Tensor, c: Tensor, token: Tensor) -> States:
-        return *self.step(payload[:, 0], h, c), token
-
-    def step(self, token: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        i, f, g, o = self.gates(torch.cat((self.embed(token), h), 1)).chunk(4, 1)
+        word = payload[:, 0] if self.words is None else token
+        i, f, g, o = self.gates(torch.cat((self.embed(word), h), 1)).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
-
-
-class DecoderCell(LSTMCell):
-    """Feed the previous token to an LSTM, and emit the most likely next token."""
-
-    emits = 2
-
-    def __init__(self, kind: CellType, vocab: int, hidden: int) -> None:
-        super().__init__(kind, vocab, hidden, payload=0)
-        self.words = nn.Linear(hidden, vocab)
-
-    def forward(self, payload: Tensor, h: Tensor, c: Tensor, token: Tensor) -> States:
-        h, c = self.step(token, h, c)
-        return h, c, self.words(h).argmax(1)
+        h = o.sigmoid() * c.tanh()
+        return h, c, token if self.words is None else self.words(h).argmax(1)
 
 
 def lstm(hidden: int = 256, vocab: int = 1000, batch_max: int = 64) -> Model:
@@ -107,7 +94,7 @@ def seq2seq(hidden: int = 256, vocab: int = 1000, batch_max: int = 64, eos: int 
         cap = reply_max or len(tokens) + DECODED_BEYOND_SOURCE
         return chain((encoder, [(token,) for token in tokens]), (decoder, [()] * cap))
 
-    cells = LSTMCell(encoder, vocab, hidden), DecoderCell(decoder, vocab, hidden)
+    cells = LSTMCell(encoder, vocab, hidden), LSTMCell(decoder, vocab, hidden, decodes=True)
     return _model(unfold, *cells, eos=eos)
 
 

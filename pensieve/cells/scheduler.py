@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pensieve.cells.graph import CellType, Graph
 
@@ -34,13 +34,28 @@ class Task:
     rows: tuple[NodeRef | None, ...]
 
 
+class Policy(Protocol):
+    """What runs next. `Scheduler` is cellular batching, and baselines.py has other policies."""
+
+    def add(self, request: int, graph: Graph) -> None:
+        """Add an unfolded request. Its id must be new."""
+
+    def schedule(self, worker: int) -> list[Task]:
+        """Return the next tasks of a worker that is idle. It runs them in their order."""
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        """Take note that a task ran. Return the requests that can be answered now.
+
+        `ended` are requests whose other nodes are not needed, such as decoders after the end token.
+        """
+
+
 @dataclass(eq=False, slots=True)
 class _Subgraph:
     request: int
     cell: CellType
-    ready: list[int]
-    unsubmitted: int
-    unfinished: int
+    ready: list[int]  # empty if all nodes are submitted
+    unfinished: int  # nodes
     pinned: int | None = None  # the worker that runs tasks with nodes of this subgraph
     num_running: int = 0  # tasks that contain nodes of this subgraph
 
@@ -50,32 +65,23 @@ class _Request:
     graph: Graph
     missing: list[int]  # per node, inputs in its own subgraph that are not submitted yet
     awaited: list[int]  # per subgraph, subgraphs that have not ended yet
-    unfinished: int
+    unfinished: int  # nodes
     subgraphs: dict[int, _Subgraph] = field(default_factory=dict)  # released ones
 
 
-class _Queue:
-    """The subgraphs of one type that have nodes to submit, and how many of their nodes are ready."""
-
-    def __init__(self) -> None:
-        self.subgraphs: dict[_Subgraph, None] = {}  # in the order of release
-        self.num_ready: Counter[int | None] = Counter()  # by the worker of the pin
-        self.num_running = 0
-
-
-class Scheduler:
+class Scheduler(Policy):
     """Form the tasks of all workers. Worker ids are small integers."""
 
     def __init__(
         self, cells: Iterable[CellType], max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT
     ) -> None:
         self.max_tasks_to_submit = max_tasks_to_submit
-        self._queues = {cell: _Queue() for cell in cells}
+        # For each type, the subgraphs that have nodes to submit, in the order of release.
+        self._queues: dict[CellType, dict[_Subgraph, None]] = {cell: {} for cell in cells}
         self._requests: dict[int, _Request] = {}
         self._running: dict[Task, list[_Subgraph]] = {}
 
     def add(self, request: int, graph: Graph) -> None:
-        """Add an unfolded request. Its id must be new."""
         state = _Request(
             graph, list(graph.inner_inputs), [len(each) for each in graph.awaited], len(graph.nodes)
         )
@@ -88,43 +94,31 @@ class Scheduler:
         nodes = state.graph.subgraphs[index]
         cell = state.graph.nodes[nodes[0]].cell
         ready = [node for node in nodes if not state.missing[node]]
-        subgraph = _Subgraph(request, cell, ready, len(nodes), len(nodes))
-        state.subgraphs[index] = subgraph
-        self._queues[cell].subgraphs[subgraph] = None
-        self._queues[cell].num_ready[None] += len(ready)
+        subgraph = state.subgraphs[index] = _Subgraph(request, cell, ready, len(nodes))
+        self._queues[cell][subgraph] = None
 
     def schedule(self, worker: int) -> list[Task]:
-        """Submit the next tasks of a worker that is idle. Return [] if no node is ready for it."""
-        cell = self._choose(worker)
-        return [] if cell is None else self._batch(cell, worker)
-
-    def _choose(self, worker: int) -> CellType | None:
-        """Apply the three criteria in their order. Nodes pinned to other workers do not count."""
-        ready = {
-            cell: queue.num_ready[None] + queue.num_ready[worker]
-            for cell, queue in self._queues.items()
-        }
-        found = [cell for cell, count in ready.items() if count >= cell.batch_max]
-        if not found:
-            found = [cell for cell, n in ready.items() if n and not self._queues[cell].num_running]
-        if not found:
-            found = [cell for cell, count in ready.items() if count]
-        return max(found, key=lambda cell: cell.priority, default=None)
-
-    def _batch(self, cell: CellType, worker: int) -> list[Task]:
-        tasks: list[Task] = []
-        while len(tasks) < self.max_tasks_to_submit:
+        cell, tasks = self._choose(worker), list[Task]()
+        while cell and len(tasks) < self.max_tasks_to_submit:
             batch = self._form_batch(cell, worker)
-            size = sum(count for _, count in batch)
-            if not size or (tasks and size < cell.batch_min):
+            if not batch or (tasks and _size(batch) < cell.batch_min):
                 break
             tasks.append(self._submit(cell, worker, batch))
         return tasks
 
+    def _choose(self, worker: int) -> CellType | None:
+        """Apply the three criteria in their order. Nodes pinned to other workers do not count."""
+        sizes = {cell: _size(self._form_batch(cell, worker)) for cell in self._queues}
+        running = {task.cell for task in self._running}
+        ready = [cell for cell, size in sizes.items() if size]
+        full = [cell for cell in ready if sizes[cell] == cell.batch_max]
+        idle = [cell for cell in ready if cell not in running]
+        return max(full or idle or ready, key=lambda cell: cell.priority, default=None)
+
     def _form_batch(self, cell: CellType, worker: int) -> list[tuple[_Subgraph, int]]:
         """Return subgraphs and how many of their ready nodes to take, oldest subgraph first."""
         batch, room = [], cell.batch_max
-        for subgraph in self._queues[cell].subgraphs:
+        for subgraph in self._queues[cell]:
             if subgraph.pinned is None or subgraph.pinned == worker:
                 count = min(room, len(subgraph.ready))
                 batch.append((subgraph, count))
@@ -134,22 +128,18 @@ class Scheduler:
         return batch
 
     def _submit(self, cell: CellType, worker: int, batch: list[tuple[_Subgraph, int]]) -> Task:
-        queue = self._queues[cell]
         rows: list[NodeRef] = []
         for subgraph, count in batch:
-            self._pin(queue, subgraph, worker)
-            nodes, subgraph.ready = subgraph.ready[:count], subgraph.ready[count:]
+            nodes, later = subgraph.ready[:count], subgraph.ready[count:]
             rows += [NodeRef(subgraph.request, node) for node in nodes]
-            subgraph.num_running += 1
-            subgraph.unsubmitted -= count
             newly_ready = self._update_dependencies(self._requests[subgraph.request], nodes)
-            subgraph.ready += newly_ready
-            queue.num_ready[worker] += len(newly_ready) - count
-            if not subgraph.unsubmitted:
-                del queue.subgraphs[subgraph]
+            subgraph.ready = later + newly_ready
+            subgraph.pinned = worker
+            subgraph.num_running += 1
+            if not subgraph.ready:
+                del self._queues[cell][subgraph]
         task = Task(cell, tuple(rows))
         self._running[task] = [subgraph for subgraph, _ in batch]
-        queue.num_running += 1
         return task
 
     @staticmethod
@@ -164,28 +154,16 @@ class Scheduler:
                         ready.append(consumer)
         return ready
 
-    @staticmethod
-    def _pin(queue: _Queue, subgraph: _Subgraph, worker: int | None) -> None:
-        if subgraph.pinned != worker:
-            queue.num_ready[subgraph.pinned] -= len(subgraph.ready)
-            queue.num_ready[worker] += len(subgraph.ready)
-            subgraph.pinned = worker
-
     def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
-        """Take note that a task ran. Return the requests that are finished with it.
-
-        `ended` are requests whose other nodes are not needed, such as decoders after the end token. Their
-        nodes that are already submitted still run.
-        """
-        queue = self._queues[task.cell]
-        queue.num_running -= 1
+        """See `Policy`. Nodes of ended requests that are already submitted still run."""
         for subgraph in self._running.pop(task):
             subgraph.num_running -= 1
-            if not subgraph.num_running and subgraph in queue.subgraphs:
-                self._pin(queue, subgraph, None)
+            if not subgraph.num_running:
+                subgraph.pinned = None
         finished = [request for request in ended if request in self._requests]
         for request in finished:
-            self._drop(request)
+            for subgraph in self._requests.pop(request).subgraphs.values():
+                self._queues[subgraph.cell].pop(subgraph, None)
         for row in task.rows:
             if row and (state := self._requests.get(row.request)):
                 state.unfinished -= 1
@@ -204,19 +182,15 @@ class Scheduler:
                 if not state.awaited[other]:
                     self._release(request, state, other)
 
-    def _drop(self, request: int) -> None:
-        for subgraph in self._requests.pop(request).subgraphs.values():
-            queue = self._queues[subgraph.cell]
-            if queue.subgraphs.pop(subgraph, self) is None:
-                queue.num_ready[subgraph.pinned] -= len(subgraph.ready)
-
     def check(self) -> None:
-        """Raise AssertionError if the counts differ from the queues."""
-        for cell, queue in self._queues.items():
-            ready: Counter[int | None] = Counter()
-            for subgraph in queue.subgraphs:
-                assert subgraph.unsubmitted
-                assert (subgraph.pinned is None) == (subgraph.num_running == 0)
-                ready[subgraph.pinned] += len(subgraph.ready)
-            assert +queue.num_ready == +ready, (cell.name, queue.num_ready, ready)
-            assert queue.num_running == sum(task.cell is cell for task in self._running)
+        """Raise AssertionError if the queues, the pins and the running tasks differ."""
+        running = Counter(subgraph for part in self._running.values() for subgraph in part)
+        for queue in self._queues.values():
+            for subgraph in queue:
+                assert subgraph.ready
+                assert subgraph.num_running == running[subgraph]
+                assert (subgraph.pinned is None) == (not subgraph.num_running)
+
+
+def _size(batch: list[tuple[_Subgraph, int]]) -> int:
+    return sum(count for _, count in batch)

@@ -1,11 +1,11 @@
-"""`pensieve cells`: the figures of BatchMaker, and its policies on this machine."""
+"""`pensieve cells`: the policies of cellular batching on this machine."""
 
 from __future__ import annotations
 
 import argparse
+from statistics import median
 from typing import Any
 
-FIGURES = ("2.5", "2.7", "2.8", "2.9", "2.10", "2.13", "2.14", "2.15")
 MODELS = ("lstm", "seq2seq", "tree")
 
 
@@ -13,21 +13,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "cells",
         help="compare cellular batching with padding, graph merging and no batching",
-        description="Print the figures of BatchMaker (cellular batching) on a simulator, the paper's number "
-        "beside ours, with a verdict. Then serve random requests on one thread of this CPU with each policy. "
-        "Without options, all figures and models are printed.",
-    )
-    parser.add_argument(
-        "--figure",
-        nargs="*",
-        choices=FIGURES,
-        metavar="N.N",
-        help="only these figures, such as 2.5",
+        description="Serve random requests on one thread of this CPU with each policy. Print medians over "
+        "the seeds: the requests per second of CPU time if all arrive at once, and the latency if they "
+        "arrive at 80 %% of the throughput of graph merging.",
     )
     parser.add_argument(
         "--model",
-        nargs="*",
+        nargs="+",
         choices=MODELS,
+        default=MODELS,
         metavar="MODEL",
         help=f"only these: {', '.join(MODELS)}",
     )
@@ -47,24 +41,14 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pensieve.cells import comparison, figures
+    from pensieve.cells.comparison import compare
 
-    everything = arguments.figure is None and arguments.model is None
-    seeds = range(arguments.seeds)
-    names = FIGURES if everything else arguments.figure or ()
-    for name in names:
-        print(f"{'figure ' + name:36} {'paper':>7} {'ours':>8}  {'verdict':14}  reason")
-        for row in figures.FIGURES[name](seeds):
-            paper = "" if row.paper is None else f"{row.paper:.4g}"
-            print(f"{row.name:36} {paper:>7} {row.ours:8.4g}  {row.verdict:14}  {row.reason}")
-        print()
-    for name in MODELS if everything else arguments.model or ():
-        print(
-            f"\n{name + ' on this CPU':20} {'1/CPU s':>10} {'P50 ms':>8} {'P99 ms':>8}  exact  order"
-        )
-        for each in comparison.compare(name, arguments.requests, seeds):
-            exact = "yes" if each.exact else "no"
-            times = f"{each.throughput:10.0f} {each.p50_ms:8.1f} {each.p99_ms:8.1f}"
-            print(f"{each.policy:20} {times}  {exact:5}  {each.verdict}")
+    for name in arguments.model:
+        print(f"{name:12} {'1/CPU s':>8} {'P50 ms':>8} {'P90 ms':>8} {'P99 ms':>8}  exact")
+        runs = [compare(name, arguments.requests, seed) for seed in range(arguments.seeds)]
+        for policy in runs[0]:
+            *numbers, exact = zip(*(each[policy] for each in runs), strict=True)
+            shown = " ".join(f"{median(each):8.1f}" for each in numbers)
+            print(f"{policy:12} {shown}  {'yes' if all(exact) else 'no'}")
         print()
     return 0

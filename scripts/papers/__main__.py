@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError, PensieveError
-from scripts.papers import baton, fluidinfer, pensieve, sarathi
+from scripts.papers import batchmaker, baton, fluidinfer, pensieve, sarathi
 from scripts.papers.rows import (
     NO_CLAIM,
     NOT_REPRODUCED,
@@ -37,6 +37,7 @@ FIGURES: dict[str, Figure] = {
     **sarathi.FIGURES,
     **baton.FIGURES,
     **fluidinfer.FIGURES,
+    **batchmaker.FIGURES,
 }
 VERDICTS = (REPRODUCED, SAME_SHAPE, NOT_REPRODUCED, NO_CLAIM)
 

@@ -15,18 +15,15 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 from pensieve.cells.baselines import Merging, NodeByNode, Padding
+from pensieve.cells.comparison import MODELS as COMPARED
 from pensieve.cells.comparison import best_batch, compare, equal
-from pensieve.cells.executor import (
-    CellularServer,
-    GraphBatchingServer,
-    Launched,
-    Live,
-    Runner,
-    run_alone,
-)
-from pensieve.cells.figures import random_tree
+from pensieve.cells.executor import CellServer, Launched, Live, Runner, run_alone
+from pensieve.cells.graph import Graph, Node
 from pensieve.cells.models import Model, bart, lstm, seq2seq, tree_lstm
-from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Task
+from pensieve.cells.scheduler import MAX_TASKS_TO_SUBMIT, NodeRef, Scheduler, Task
+from pensieve.cells.workload import random_tree
+from pensieve.cli.cells import MODELS as MODEL_NAMES
+from pensieve.cli.main import main
 
 VOCAB, SOURCE_MAX, REPLY_MAX = 50, 12, 10
 
@@ -76,12 +73,13 @@ MODELS: dict[str, tuple[Callable[[], Model], Callable[[random.Random], Any]]] = 
     "tree": (lambda: tree_lstm(16, batch_max=8), parse_tree),
     "bart": (lambda: bart(tiny_bart(), SOURCE_MAX, REPLY_MAX, 8), sentence),
 }
-SERVERS: dict[str, Callable[[Model], CellularServer | GraphBatchingServer]] = {
-    "cellular": CellularServer,
-    "cellular, two workers": lambda model: CellularServer(model, 2),
-    "padding": lambda model: GraphBatchingServer(model, Padding(4, 8)),
-    "merging": lambda model: GraphBatchingServer(model, Merging(8)),
-    "no batching": lambda model: GraphBatchingServer(model, NodeByNode(1)),
+SERVERS: dict[str, Callable[[Model], CellServer]] = {
+    "cellular": CellServer,
+    "cellular, two workers": lambda model: CellServer(model, num_workers=2),
+    "padding": lambda model: CellServer(model, Padding(4, 8)),
+    "padding, two workers": lambda model: CellServer(model, Padding(4, 8), 2),
+    "merging": lambda model: CellServer(model, Merging(8)),
+    "no batching": lambda model: CellServer(model, NodeByNode(1)),
 }
 
 
@@ -94,12 +92,29 @@ def test_the_replies_of_every_server_equal_unbatched_ones(name: str) -> None:
     if model.eos is not None:
         assert len({len(reply) for reply in alone}) > 2, "replies should end at several lengths"
     for kind, serve in SERVERS.items():
-        if (name, kind) != ("tree", "padding"):
+        if not (name == "tree" and kind.startswith("padding")):
             with serve(model) as server:
                 futures = [server.submit(graph) for graph in graphs]
                 replies = [future.result(20) for future in futures]
             assert all(map(equal, replies, alone)), kind
             assert not server.lives, "slots are freed"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_later_cells_of_a_model_have_higher_priorities(name: str) -> None:
+    make, draw = MODELS[name]
+    graph = make().unfold(draw(random.Random(1)))
+    for node in graph.nodes:
+        for source in (graph.nodes[index].cell for index in node.inputs):
+            assert source is node.cell or source.priority < node.cell.priority
+
+
+def test_a_state_that_two_cells_read_is_kept_for_both() -> None:
+    model = tree_lstm(16)
+    leaf, inner = model.cells
+    shared = Graph([Node(leaf, (), (5,)), Node(inner, (0, 0)), Node(inner, (0, 1))])
+    with CellServer(model, Scheduler(model.cells, max_tasks_to_submit=1)) as server:
+        assert equal(server.submit(shared).result(20), run_alone(model, shared))
 
 
 def test_bart_replies_are_those_of_transformers() -> None:
@@ -163,7 +178,7 @@ def test_a_request_is_answered_while_later_tasks_of_its_batch_wait() -> None:
         lstm(16, VOCAB),
         [False],
     )  # whether a task had the last node of the short request
-    with CellularServer(model) as server:
+    with CellServer(model) as server:
         launch = server.runners[0].launch
 
         def launch_after_the_answer(task: Task) -> Launched:
@@ -185,7 +200,7 @@ def test_after_the_end_token_no_more_decoders_are_submitted() -> None:
     assert isinstance(reply, list)
     eos = reply[3]
     model, launched = dataclasses.replace(endless, eos=eos), []
-    with CellularServer(model) as server:
+    with CellServer(model) as server:
         launch = server.runners[0].launch
 
         def note(task: Task) -> Launched:
@@ -194,7 +209,24 @@ def test_after_the_end_token_no_more_decoders_are_submitted() -> None:
 
         server.runners[0].launch = note  # type: ignore[method-assign]
         assert server.submit(graph).result(20) == reply[: reply.index(eos) + 1]
-    assert len(launched) <= 3 + 2 * MAX_TASKS_TO_SUBMIT
+        assert server.submit(endless.unfold([5], 1)).result(20), (
+            "decoders that still run do no harm"
+        )
+    assert len(launched) <= 3 + 2 * MAX_TASKS_TO_SUBMIT + 2
+
+
+def test_a_running_request_keeps_only_the_states_that_cells_will_read() -> None:
+    model, kept = lstm(16, VOCAB), []
+    with CellServer(model) as server:
+        launch = server.runners[0].launch
+
+        def count(task: Task) -> Launched:
+            kept.append(max(len(live.slots) for live in server.lives.values()))
+            return launch(task)
+
+        server.runners[0].launch = count  # type: ignore[method-assign]
+        server.submit(model.unfold([5] * 100)).result(20)
+    assert max(kept) <= MAX_TASKS_TO_SUBMIT + 1
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -215,13 +247,21 @@ def test_the_best_batch_is_a_size_that_was_measured() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "seq2seq", "tree"])
 def test_policies_are_compared_and_exact(name: str) -> None:
-    measured = compare(name, 2, (0,))
+    found = compare(name, 2)
     names = ["cellular", "padding", "merging", "no batching"]
-    assert [each.policy for each in measured] == [
-        each for each in names if (name, each) != ("tree", "padding")
-    ]
-    assert all(each.exact and each.throughput > 0 for each in measured)
-    assert all(each.p50_ms <= each.p99_ms for each in measured)
+    assert list(found) == [each for each in names if (name, each) != ("tree", "padding")]
+    assert all(each.exact and each.throughput > 0 for each in found.values())
+    assert all(each.p50_ms <= each.p90_ms <= each.p99_ms for each in found.values())
+
+
+def test_the_command_knows_all_models_and_prints_each_policy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tuple(COMPARED) == MODEL_NAMES
+    assert main(["cells", "--model", "lstm", "--requests", "1", "--seeds", "1"]) == 0
+    head, *policies = capsys.readouterr().out.strip().splitlines()
+    assert head.split()[:3] == ["lstm", "1/CPU", "s"]
+    assert [line.split()[-1] for line in policies] == ["yes"] * 4
 
 
 def test_the_daemon_does_not_import_cells() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from pensieve.cells.figures import complete_tree, random_tree
 from pensieve.cells.graph import CellType, Graph, Node, chain, tree
 from pensieve.cells.scheduler import Scheduler, Task
+from pensieve.cells.workload import complete_tree, random_tree
 
 A = CellType("a", priority=0, batch_max=4)
 B = CellType("b", priority=1, batch_max=4)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pensieve.cells.baselines import GraphBatching, Merging, NodeByNode, Padding
-from pensieve.cells.figures import FIGURES, complete_tree, figure_2_5, figure_2_9, judge
-from pensieve.cells.graph import CellType, Graph, chain, tree
-from pensieve.cells.simulation import Arrival, Costs, simulate_cellular, simulate_graph_batching
-from pensieve.cli.cells import FIGURES as FIGURE_NAMES
-from pensieve.cli.cells import MODELS as MODEL_NAMES
+from pensieve.cells.graph import CellType, Graph, Node, chain, tree
+from pensieve.cells.scheduler import Scheduler, Task
+from pensieve.cells.workload import complete_tree
+from scripts.papers.cell_simulation import Arrival, Costs, Run, simulate
 
 A, B = CellType("a", 0, 64), CellType("b", 1, 64)
 COSTS = Costs({A: [(1, 1.0), (3, 2.0)], B: [(1, 1.0)]})
@@ -23,14 +22,20 @@ def tasks(policy: GraphBatching, *graphs: Graph) -> list[tuple[str, list[int | N
     """Return type and requests of each task of the next batch."""
     for request, graph in enumerate(graphs):
         policy.add(request, graph)
-    batch = policy.next_batch()
-    assert batch is not None
-    return [(task.cell.name, [row and row.request for row in task.rows]) for task in batch.tasks]
+    made = policy.schedule(0)
+    assert [policy.complete(task) for task in made[:-1]] == [[]] * (len(made) - 1)
+    members = {row.request for task in made for row in task.rows if row}
+    assert set(policy.complete(made[-1])) == members, "all are answered together"
+    return [(task.cell.name, [row and row.request for row in task.rows]) for task in made]
+
+
+def cellular(*arrivals: Arrival, costs: Costs = COSTS, num_workers: int = 1) -> Run:
+    return simulate(arrivals, Scheduler((A, B)), costs, num_workers)
 
 
 def test_a_step_takes_a_time_between_those_of_the_nearest_sizes() -> None:
-    assert [COSTS.step(A, size) for size in (1, 2, 3, 6)] == [1.0, 1.5, 2.0, 4.0]
-    assert Costs(COSTS.points, 0.5, 0.1).cellular_step(A, 3) == pytest.approx(2.8)
+    assert [COSTS.seconds(A, size) for size in (1, 2, 3, 6)] == [1.0, 1.5, 2.0, 4.0]
+    assert Costs(COSTS.points, 0.5, 0.1).seconds(A, 3) == pytest.approx(2.8)
 
 
 def test_padding_computes_the_upper_end_of_a_bucket_and_answers_all_together() -> None:
@@ -39,7 +44,7 @@ def test_padding_computes_the_upper_end_of_a_bucket_and_answers_all_together() -
         ("a", [None, 1]),
         ("a", [None, None]),
     ]
-    run = simulate_graph_batching([Arrival(0, links(1)), Arrival(0, links(4))], Padding(4), COSTS)
+    run = simulate([Arrival(0, links(1)), Arrival(0, links(4))], Padding(4), COSTS)
     assert run.finished == [6.0, 6.0]
 
 
@@ -53,11 +58,11 @@ def test_buckets_take_turns_and_full_ones_may_go_first() -> None:
         policy = Padding(1, 2, full_first)
         for request, count in enumerate((1, 2, 3, 3)):
             policy.add(request, links(count))
-        first = policy.next_batch()
-        assert first
+        batches = [policy.schedule(0)]
         policy.add(4, links(1))
-        batches = [first, *iter(policy.next_batch, None)]
-        return [list(batch.requests) for batch in batches if batch]
+        while batches[-1]:
+            batches.append(policy.schedule(0))
+        return [[row.request for row in batch[0].rows if row] for batch in batches[:-1]]
 
     assert order(False) == [[0], [1], [2, 3], [4]]
     assert order(True) == [[2, 3], [0, 4], [1]]
@@ -74,9 +79,16 @@ def test_merging_takes_the_type_whose_ready_nodes_are_least_deep() -> None:
     assert found == [("a", [0, 1]), ("b", [0]), ("a", [1]), ("b", [0, 1]), ("b", [0])]
 
 
+def test_merging_compares_the_mean_depths_of_types_and_not_when_they_became_ready() -> None:
+    """After a, the two nodes of b have the mean depth 0.5, and c has 0."""
+    c = CellType("c")
+    found = tasks(Merging(), Graph([Node(A), Node(B), Node(c), Node(B, (0,))]))
+    assert found == [("a", [0]), ("c", [0]), ("b", [0, 0])]
+
+
 def test_merging_a_graph_takes_time_for_each_of_its_nodes() -> None:
-    costs = Costs(COSTS.points, merge_node=0.25)
-    run = simulate_graph_batching([Arrival(0, links(1, 1))], Merging(), costs)
+    costs = Costs(COSTS.points, per_row=0.25)
+    run = simulate([Arrival(0, links(1, 1))], Merging(), costs)
     assert run.finished == [2.5]
 
 
@@ -86,42 +98,33 @@ def test_the_ideal_runs_a_tree_node_by_node_for_all_requests() -> None:
 
 
 def test_a_request_waits_for_the_tasks_that_are_submitted_before_it() -> None:
-    arrivals = [Arrival(0, links(9)), Arrival(0.5, links(1))]
-    run = simulate_cellular(arrivals, (A, B), COSTS)
+    run = cellular(Arrival(0, links(9)), Arrival(0.5, links(1)))
     assert run.started == [0, 5.0]
     assert run.finished == [4 + 1 + 1.5 + 3, 6.5]
 
 
 def test_gathering_takes_time_in_each_task_of_cellular_batching() -> None:
-    run = simulate_cellular([Arrival(0, links(2))], (A, B), Costs(COSTS.points, 0.5, 0.25))
+    run = cellular(Arrival(0, links(2)), costs=Costs(COSTS.points, 0.5, 0.25))
     assert run.finished == [3.5]
 
 
 def test_two_workers_serve_two_requests_at_once() -> None:
-    run = simulate_cellular([Arrival(0, links(3)), Arrival(0.5, links(3))], (A, B), COSTS, 2)
+    run = cellular(Arrival(0, links(3)), Arrival(0.5, links(3)), num_workers=2)
     assert run.finished == [3.0, 3.5]
 
 
-def test_figure_2_5_has_the_papers_times() -> None:
-    rows = figure_2_5()
-    assert [row.ours for row in rows if row.paper is not None] == [5, 12, 2, 3]
-    assert "not reproduced" not in {row.verdict for row in rows}
+def test_the_first_tasks_of_figure_2_5_have_the_papers_members() -> None:
+    made: list[Task] = []
 
+    class Recorded(Scheduler):
+        def schedule(self, worker: int) -> list[Task]:
+            tasks = super().schedule(worker)
+            made.extend(tasks)
+            return tasks
 
-def test_the_99th_percentile_of_queueing_is_about_five_steps() -> None:
-    steps = next(row for row in figure_2_9((0,)) if "steps" in row.name)
-    assert 4.5 < steps.ours < 5.5
-
-
-def test_a_verdict_needs_the_papers_order_and_a_near_number() -> None:
-    verdicts = [judge("", 10, ours, shape, "").verdict for ours, shape in (
-        ([11.0], True), ([12.0], True), ([10.0], False),
-    )]  # fmt: skip
-    assert verdicts == ["reproduced", "same shape", "not reproduced"]
-
-
-def test_the_command_knows_all_figures_and_models() -> None:
-    from pensieve.cells.comparison import MODELS
-
-    assert tuple(FIGURES) == FIGURE_NAMES
-    assert tuple(MODELS) == MODEL_NAMES
+    cell = CellType("cell", 0, batch_max=4, batch_min=4)
+    lengths = zip((0, 0, 0, 0, 1.5, 2.5, 2.5, 4.5), (2, 3, 3, 5, 5, 7, 3, 1), strict=True)
+    arrivals = [Arrival(at, chain((cell, [()] * count))) for at, count in lengths]
+    simulate(arrivals, Recorded([cell]), Costs({cell: [(4, 1.0)]}))
+    members = [[row.request + 1 for row in task.rows if row] for task in made[:4]]
+    assert members == [[1, 2, 3, 4], [1, 2, 3, 4], [2, 3, 4, 5], [4, 5, 6, 7]]

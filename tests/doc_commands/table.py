@@ -237,8 +237,11 @@ ROWS = (
         nightly=True,
     ),
     # Benchmarks.
-    Row("pensieve cells", (r"figure 2\.15", r"tree on this CPU"), nightly=True),
-    Row("pensieve cells --figure 2.5 2.10", (r"end of 5 to 8 +12 +12 +reproduced",)),
+    Row(
+        "scripts/paper batchmaker-2.5 batchmaker-2.10",
+        (r"requests 5 to 8 \| 12 units \| 12 units \| reproduced",),
+    ),
+    Row("pensieve cells", (r"seq2seq +1/CPU s", r"tree +1/CPU s"), nightly=True),
     Row("pensieve cells --model lstm --requests 60 --seeds 1", (r"cellular .* yes",)),
     Row("pensieve bench chat --shape pressure", nightly=True),
     Row(

@@ -92,7 +92,17 @@ def test_wrong_numbers_and_names_are_refused(capsys: pytest.CaptureFixture[str])
         command.main(["9.99"])
 
 
-@pytest.mark.parametrize("name", ["pensieve-3.12a", "pensieve-3.14", "sarathi-table-4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pensieve-3.12a",
+        "pensieve-3.14",
+        "sarathi-table-4",
+        "batchmaker-2.3",
+        "batchmaker-2.9",
+        "batchmaker-cpu-tree",
+    ],
+)
 def test_a_figure_yields_rows_with_reasons_and_verdicts(name: str) -> None:
     """As short as possible: one seed, an almost empty load, few requests. The nightly run has all figures."""
     tiny = replace(
@@ -331,3 +341,29 @@ def test_who_has_ended_leaves_the_batch() -> None:
             for name in ("Benchmark", "Baton-PD")
         }
         assert found["Benchmark"] / found["Baton-PD"] > 1.1
+
+
+# -- cellular batching --
+
+
+def rows_by_name(name: str) -> dict[str, Row]:
+    return {row.name: row for row in command.FIGURES[name](QUICK)}
+
+
+def test_figure_2_5_has_the_papers_times() -> None:
+    rows = list(rows_by_name("batchmaker-2.5").values())
+    assert [row.ours.median for row in rows[:4]] == [5, 12, 2, 3]
+    assert [row.verdict for row in rows] == [REPRODUCED] * 4 + [SAME_SHAPE]
+
+
+def test_a_request_waits_for_about_five_steps_to_join_a_batch() -> None:
+    """A step takes 0.25 ms with its gather."""
+    queueing = rows_by_name("batchmaker-2.9")["LSTM, cellular: P99 of queueing"]
+    assert 4.5 < queueing.ours.median / 0.25 < 5.5
+    assert queueing.verdict == REPRODUCED
+
+
+def test_numbers_to_which_a_cost_was_fitted_are_no_claims() -> None:
+    for row in rows_by_name("batchmaker-2.10").values():
+        assert row.reason.startswith("fitted to the paper's")
+        assert row.paper is None
