@@ -192,7 +192,7 @@ class CellServer:
         self._policy = policy or Scheduler(model.cells)
         self._num_requests = 0
         self._error: BaseException | None = None
-        self._accepting = threading.Lock()  # held while a request arrives, so that none arrives after an error
+        self._accepting = threading.Lock()  # no request arrives after an error
         # Requests; workers with a task that has ended and its tokens; and None at the end.
         self._inbox: SimpleQueue[Live | tuple[int, Task, list[int]] | None] = SimpleQueue()
         self._fifos: list[SimpleQueue[list[Task]]] = [SimpleQueue() for _ in self.runners]
