@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         help=f"only these: {', '.join(MODELS)}",
     )
     parser.add_argument(
-        "--requests", type=_count, default=600, metavar="N", help="requests of a run (default: 600)"
+        "--requests", type=_count, default=200, metavar="N", help="requests of a run (default: 200)"
     )
     parser.add_argument(
         "--seeds", type=_count, default=3, metavar="N", help="random seeds (default: 3)"
