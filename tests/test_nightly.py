@@ -123,3 +123,26 @@ def test_a_part_that_is_scaled_says_how_much_it_has_done(
     assert run(monkeypatch, str(tmp_path), "--only", "ctrl-c", "--share", "0.1") == 0
     assert given == [("tests/cli/test_ctrl_c.py", "10")]
     assert kept(tmp_path)[0]["counts"]["double presses"] == 100
+
+
+def test_a_whole_night_computes_the_papers_with_all_seeds_and_keeps_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+
+    def computed(command: Sequence[str], log: Path) -> int:
+        commands.append(command)
+        rows = [{"verdict": "reproduced"}, {"verdict": "same shape"}, {"verdict": "same shape"}]
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(rows))
+        return 0
+
+    monkeypatch.setattr(nightly, "run", computed)
+    monkeypatch.setattr(nightly, "PARTS", {"papers": nightly.papers})
+    assert run(monkeypatch, str(tmp_path)) == 0
+    assert run(monkeypatch, str(tmp_path), "--share", "0.5") == 0
+    assert [("--quick" in command, "all" in command) for command in commands] == [
+        (False, True),
+        (True, True),
+    ]
+    assert kept(tmp_path)[0]["counts"] == {"reproduced": 1, "same shape": 2}
+    assert list(tmp_path.glob("*-papers.json"))

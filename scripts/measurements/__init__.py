@@ -14,9 +14,9 @@ Simulations of a machine from machine_options:
 
 machines    number of machines for a load, and their host memory (replica.py simulates one machine)
 batch_simulation    a batch that shares prefixes
-batchllm    figures of the paper BatchLLM, beside the paper's numbers
 
 Used by scripts/paper:
 
 servers     single requests, with the schedules of vLLM, Orca and FastServe (schedules.py)
+vllm_batch  a batch that shares prefixes, with the schedule of vLLM 0.5.4
 """

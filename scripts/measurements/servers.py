@@ -94,6 +94,16 @@ def counts_of(
     return ScheduleRun(_schedule(system, setting), setting.cost).finish(arrivals)
 
 
+def streamed_run(
+    setting: ServingSetting, arrivals: Iterator[Arrival]
+) -> tuple[SimulationFigures, bool]:
+    """Return the figures of `streamed`, and whether KV was copied. If not, the link makes no difference."""
+    simulator = _ours(setting, streams=True)
+    figures, copies = simulator.run(arrivals), simulator.scheduler.cache.counters
+    streamed = simulator.scheduler.counters.streamed
+    return figures, bool(streamed or copies.swapped_out or copies.swapped_in)
+
+
 def _ours(setting: ServingSetting, streams: bool) -> Simulator:
     """Return a simulator of the daemon's own scheduler."""
     cost, device_pages, staging_pages = setting.cost, setting.device_tokens // CHUNK_TOKENS, 0

@@ -1,4 +1,4 @@
-"""Find the load at which a system's P90 latency reaches a limit.
+"""Find the highest load at which a system's P90 latency is within a limit.
 
 The papers compare throughputs at equal latency. So each system needs the rate of conversations at which the
 P90 of its normalized latency (a turn's seconds over its output tokens) reaches the limit. As the rate rises,
@@ -7,7 +7,8 @@ search does not:
 
 1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds.
 2. The grid is scanned from `confirming` consecutive rates within the limit to as many beyond it.
-3. The result is the first upward crossing. Its interval is halved a few times and then interpolated.
+3. The interval of the first upward crossing is halved a few times. The result is its lower end: a simulated
+   rate whose P90 is within the limit. Nothing is interpolated, because the P90 rises steeply at the limit.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Row = dict[str, Any]
 
 
 class Crossing(NamedTuple):
-    """The lowest rate at which a system's P90 crosses the limit."""
+    """The highest rate below the first crossing of the limit."""
 
     rate: float  # conversations per second
     tokens_per_second: float
-    row: Row  # the figures at the highest rate before the crossing
+    row: Row  # the figures at this rate
     reached: bool  # False: the limit is beyond the scanned rates, and this is the nearest of them
 
 
@@ -60,15 +61,7 @@ def first_crossing(
     for _ in range(halvings):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if p90(middle) <= limit_ms else (low, middle)
-    share = 0.0  # do not interpolate towards a rate at which no turn ends
-    if math.isfinite(p90(high)) and p90(low) > 0:
-        share = math.log(limit_ms / p90(low)) / math.log(p90(high) / p90(low))
-
-    def between(key: str) -> float:
-        first, last = rows[low][key] or 0.0, rows[high][key] or 0.0
-        return float(first + share * (last - first))
-
-    return Crossing(between("rate"), between("tokens_per_second"), rows[low], True)
+    return Crossing(low, rows[low]["tokens_per_second"] or 0.0, rows[low], True)
 
 
 def _scan(

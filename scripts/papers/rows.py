@@ -2,13 +2,13 @@
 
 A verdict needs a claim of the paper. With the paper's numbers, and the median of ours over the seeds:
 
-    reproduced      within TOLERANCE of the paper's number or range
+    reproduced      within TOLERANCE of the paper's number or range, and at least half of the paper's effect
     same shape      the effect has the paper's direction in every seed, and its size is within the factor
                     SHAPE; if the number is no effect but a time, it is within the factor TIME
     not reproduced  otherwise
 
-If the paper's text has a direction but no number, the best verdict is "same shape". Without a claim of the
-paper there is no verdict.
+If the paper's text has a direction but no number, the best verdict is "same shape", and the effect must be at
+least EFFECT_MIN of the neutral value. Without a claim of the paper there is no verdict.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 TOLERANCE = 0.15
 SHAPE = 4.0
 TIME = 2.0
+EFFECT_MIN = 0.005
 REPRODUCED, SAME_SHAPE, NOT_REPRODUCED = "reproduced", "same shape", "not reproduced"
 NO_CLAIM = "-"
 
@@ -61,7 +62,7 @@ class Claim:
             return NOT_REPRODUCED
         low, high = sorted((self.least * (1 - TOLERANCE), self.least * (1 + TOLERANCE)))
         high = max(high, self.most * (1 + TOLERANCE))
-        if self.has_number and low <= median <= high:
+        if self.has_number and low <= median <= high and self._has_half(median):
             return REPRODUCED
         if self.neutral is None:
             is_near = self.least / TIME <= median <= self.most * TIME
@@ -70,8 +71,15 @@ class Claim:
         same_side = all((value - self.neutral) * effect > 0 for value in ours.values)
         size = abs(median - self.neutral)
         least, most = abs(effect) / SHAPE, abs(self.most - self.neutral) * SHAPE
-        is_shape = same_side and (not self.has_number or least <= size <= most)
-        return SAME_SHAPE if is_shape else NOT_REPRODUCED
+        if not self.has_number:
+            least, most = EFFECT_MIN * abs(self.neutral), math.inf
+        return SAME_SHAPE if same_side and least <= size <= most else NOT_REPRODUCED
+
+    def _has_half(self, value: float) -> bool:
+        """Return whether a value has half of the effect: one without any may be within TOLERANCE."""
+        if self.neutral is None or self.least == self.neutral:
+            return True
+        return (value - self.neutral) / (self.least - self.neutral) >= 0.5
 
     def shown(self, form: str) -> str:
         if not self.has_number:
@@ -138,6 +146,8 @@ class Extent:
     requests: int = 128  # table 4
     # Panels of FluidInfer.
     panel_fills: float = 6.0  # requests, in numbers that the device holds
+    bound_seeds: int = 5  # loads for each latency bound
+    batch_share: float = 1.0  # of the requests of a batch (BatchLLM)
     repeats: int = 30  # timed calls of a kernel
 
 
@@ -146,12 +156,14 @@ QUICK = Extent(
     warm_seconds=60.0,
     seconds=150.0,
     confirming=1,
-    halvings=0,
+    halvings=2,
     capacity_warm_seconds=20.0,
     capacity_seconds=60.0,
     capacity_requests=40.0,
     resolution=1.2,
-    panel_fills=3.0,
+    panel_fills=2.0,
+    bound_seeds=3,
+    batch_share=0.5,
     repeats=5,
 )
 Figure = Callable[[Extent], Iterator[Row]]

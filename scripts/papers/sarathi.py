@@ -171,7 +171,11 @@ def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
             shown = ", ".join(
                 f"{name} {Spread(tuple(each)).shown('{:.2f}')}" for name, each in rates.items()
             )
-            reason = f"requests/s: {shown}; P99 between tokens within {limit:.2f} s"
+            budget = machine.budgets[objective]
+            reason = (
+                f"requests/s: {shown}; P99 between tokens within {limit:.2f} s; Sarathi has {budget:,} "
+                "tokens per iteration, vLLM and Orca have whole prompts"
+            )
             for one, other in ((SARATHI, VLLM), (SARATHI, ORCA), (VLLM, ORCA), (OURS, SARATHI)):
                 number = machine.paper.get((workload, objective, other))
                 claim: Claim | None = more() if number is None else about(number)

@@ -12,9 +12,10 @@ import pytest
 
 from pensieve.sim.cost import CostModel
 from pensieve.sim.workload import HABITS, drawn
+from scripts.measurements.batch_simulation import SHAPES, BatchShape
 from scripts.measurements.replica import Replica, Window, run_replica
 from scripts.papers import __main__ as command
-from scripts.papers import baton, sarathi
+from scripts.papers import batchllm, baton, sarathi
 from scripts.papers.baton import PaddedSlots, Query
 from scripts.papers.equal_latency import GRID_RATIO, first_crossing
 from scripts.papers.pipeline import Pipeline, Stages, run_pipeline, stage_of
@@ -33,6 +34,8 @@ from scripts.papers.rows import (
     ratio,
 )
 
+TINY = BatchShape(100, 96, 32, 4, output_tokens=8, output_tokens_max=20, apart=3.0)
+
 
 @pytest.mark.parametrize(
     ("claim", "values", "verdict"),
@@ -44,11 +47,16 @@ from scripts.papers.rows import (
         (about(1.5), (1.1,), NOT_REPRODUCED),  # less than a quarter of the effect
         (about(1.5), (0.9, 1.2, 1.2), NOT_REPRODUCED),  # the other direction in one seed
         (about(2.0, 4.0), (4.5,), REPRODUCED),
+        (about(1.09), (1.05,), REPRODUCED),
+        (about(1.09), (1.04,), SAME_SHAPE),  # near the number, but less than half of the effect
+        (about(1.09), (1.01,), NOT_REPRODUCED),
+        (about(0.85), (1.0,), NOT_REPRODUCED),
         (about(14.6, neutral=0.0), (-14.6,), NOT_REPRODUCED),
         (about(0.3, neutral=None), (0.5,), SAME_SHAPE),  # a time, not an effect
         (about(0.3, neutral=None), (0.7,), NOT_REPRODUCED),
         (more(), (1.01, 30.0), SAME_SHAPE),
         (more(), (0.99, 30.0), NOT_REPRODUCED),
+        (more(), (1.004,), NOT_REPRODUCED),  # no visible effect
         (less(), (0.5,), SAME_SHAPE),
         (about(1.5), (math.nan,), NOT_REPRODUCED),
     ],
@@ -95,15 +103,14 @@ def test_wrong_numbers_and_names_are_refused(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "name",
     [
-        "pensieve-3.12a",
-        "pensieve-3.14",
-        "sarathi-table-4",
-        "batchmaker-2.3",
-        "batchmaker-2.9",
-        "batchmaker-cpu-tree",
+        *("pensieve-3.12a", "pensieve-3.14", "sarathi-table-4"),
+        *("batchmaker-2.3", "batchmaker-2.9", "batchmaker-cpu-tree"),
+        *(name for name in batchllm.FIGURES if "qwen2" not in name),
     ],
 )
-def test_a_figure_yields_rows_with_reasons_and_verdicts(name: str) -> None:
+def test_a_figure_yields_rows_with_reasons_and_verdicts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As short as possible: one seed, an almost empty load, few requests. The nightly run has all figures."""
     tiny = replace(
         QUICK,
@@ -115,14 +122,25 @@ def test_a_figure_yields_rows_with_reasons_and_verdicts(name: str) -> None:
         resolution=4.0,
         requests=8,
         panel_fills=0.0,
+        bound_seeds=1,
+        batch_share=0.1,
         repeats=1,
     )
+    for each in SHAPES:
+        monkeypatch.setitem(SHAPES, each, TINY)
+    monkeypatch.setattr(batchllm, "LENGTHS", ("64/32", "32/64"))
     rows = list(command.FIGURES[name](tiny))
     assert rows
     for row in rows:
         assert row.reason
         assert row.name
         assert row.verdict
+
+
+def test_the_longest_figures_begin_first() -> None:
+    names = sorted(command.FIGURES, key=command._place)
+    assert names[0].startswith("sarathi-10")
+    assert all(any(name.startswith(each) for name in names) for each in command.LONGEST)
 
 
 # -- throughput at equal latency --
@@ -143,8 +161,10 @@ def wavy(rate: float) -> dict[str, Any]:
 def test_the_limit_is_found_from_either_side(begin: float) -> None:
     found = first_crossing(curve, 80.0, begin)
     assert found.reached
-    assert found.rate == pytest.approx(3.0)
-    assert found.tokens_per_second == pytest.approx(300.0)
+    step = GRID_RATIO ** (1 / 4)  # after two halvings
+    assert 3.0 / step <= found.rate <= 3.0
+    assert found.tokens_per_second == pytest.approx(100 * found.rate)
+    assert found.row == curve(found.rate)
     assert found.row["normalized_p90"] <= 80.0
 
 

@@ -22,6 +22,7 @@ from scripts.measurements.servers import (
     ServingSetting,
     counts_of,
     requests_of,
+    streamed_run,
 )
 
 CARD = HARDWARE["rtx-4090"]
@@ -128,3 +129,12 @@ def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() 
     assert latency["streamed", "as assumed"] < 0.5 * latency["resident", "as assumed"]
     # With the data sheet's link, turns are not streamed. But the arenas take a tenth of the device tier.
     assert delivered["streamed", "data sheet"] > 0.9 * delivered["resident", "data sheet"]
+
+
+def test_without_copies_the_link_makes_no_difference() -> None:
+    """So the load is simulated only once."""
+    slow = replace(SETTING, cost=replace(COST, link_bytes_per_second=1e6))
+    few, copied = streamed_run(SETTING, requests_of(1e6, 10, 0))
+    assert not copied
+    assert figures(few) == figures(streamed_run(slow, requests_of(1e6, 10, 0))[0])
+    assert streamed_run(SETTING, requests_of(1e6, 60, 0))[1]
