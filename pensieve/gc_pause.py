@@ -30,7 +30,7 @@ def freeze() -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no garbage inside the block, which imports modules. Exempt their objects from collections."""
+    """Pause garbage collection in the block, and exempt the objects that it leaves alive. For imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -42,9 +42,9 @@ struct Group {
 };
 
 // Multiplies each group's rows by the group's weights. `product` has everything except the weights. All groups' weights
-// have the same sizes.
+// have the same sizes. `next_linear` is multiplied next: its first panels are prefetched.
 void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const Product& product,
-                     const Linear* then, int num_threads) {
+                     const Linear* next_linear, int num_threads) {
   if (groups.empty()) return;
   const Linear& any = *groups[0].linear;
   const int width = any.activation ? lanes : 2 * lanes;
@@ -64,7 +64,7 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
     const int panel = (piece - group.first_piece) / group.num_row_parts;
     const char* ahead = nullptr;
     if (following >= pieces) {
-      ahead = panel_of(then, lanes, following - pieces);
+      ahead = panel_of(next_linear, lanes, following - pieces);
     } else {
       const Group& after = group_of(following);
       const int panel_after = (following - after.first_piece) / after.num_row_parts;
@@ -128,13 +128,13 @@ void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
 // address of a pair's row. Rows that are not contiguous are copied to `gathered`.
 template <typename RowOf>
 void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Copies& copies, Product product,
-                    RowOf row_of, void* gathered, int64_t row_bytes, const Linear* then, int num_threads) {
+                    RowOf row_of, void* gathered, int64_t row_bytes, const Linear* next_linear, int num_threads) {
   for (Group& group : pairs.groups) group.linear = linears + group.expert;
   const Linear& any = *linears;
   const int count = product.num_rows;
   if (any.scales) {
     copies.quantise(dense, any, product, row_of, num_threads);
-    multiply_groups(dense.multiply_bytes, dense.lanes, pairs.groups, product, then, num_threads);
+    multiply_groups(dense.multiply_bytes, dense.lanes, pairs.groups, product, next_linear, num_threads);
     return;
   }
   if (dense.widen) {
@@ -145,7 +145,7 @@ void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Cop
              [&](int place) { std::memcpy(to + place * row_bytes, row_of(place), row_bytes); });
     product.rows = gathered;
   }
-  multiply_groups(dense.multiply, dense.lanes, pairs.groups, product, then, num_threads);
+  multiply_groups(dense.multiply, dense.lanes, pairs.groups, product, next_linear, num_threads);
 }
 
 void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_threads) {

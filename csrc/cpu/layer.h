@@ -10,9 +10,9 @@
 
 namespace pensieve {
 
-// Weights in panels. A panel has the weights of two vectors of outputs, as a sequence of steps. A step has one input's
-// weights (bfloat16: two inputs', int8: four inputs') for all outputs of the panel, side by side. So a product reads a
-// panel from front to back.
+// Weights in panels. A panel has the weights of two vectors of outputs, as a sequence of steps. A step has the
+// weights of one input for all outputs of the panel, side by side (of two inputs for bfloat16, of four for int8). So a
+// product reads a panel from front to back.
 struct Linear {
   const void* panels;
   const float* bias;   // in the order of the panels' outputs, like scales and offsets; null: none

@@ -156,7 +156,8 @@ inline bool may_use_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kNeeded = 1u << 24 | 1u << 22 | 1u << 25;  // tiles, bfloat16, bytes
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl; of the saved state
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM of arch_prctl
+  constexpr long kTileData = 18;               // the tiles' number in the state that the kernel saves
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 

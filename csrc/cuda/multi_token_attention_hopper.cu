@@ -91,7 +91,7 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
-// Returns the number of the item and KV head that this block does in its run of items number `nth`.
+// Returns the index of the pair of item and KV head that this block computes in its run `nth`.
 __device__ __forceinline__ int item_of(int nth) {
   const bool back = nth % 2 != 0;
   return nth * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);

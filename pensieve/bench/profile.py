@@ -184,7 +184,7 @@ def objectives(cost: CostModel, limits: IterationLimits) -> dict[str, float]:
 
 
 def figures_of(profile: Profile) -> dict[str, Any]:
-    """Return the facts in the file that only people read."""
+    """Return the figures of the file that are stored for people. No program reads them."""
     copies = profile.copies
     return {
         "errors": [each._asdict() for each in profile.errors],

@@ -324,7 +324,7 @@ class Logits(NamedTuple):
         return cls(torch.cat(rows))
 
     def against(self, exact: Logits) -> dict[str, float]:
-        """Return the differences from the exact logits, which rounding causes."""
+        """Return how much rounding has changed the logits, compared with the exact logits."""
         got, right = self.rows, exact.rows
         divergence = F.kl_div(
             got.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none"

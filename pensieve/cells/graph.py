@@ -18,7 +18,7 @@ class CellType:
     name: str
     priority: int = 0
     batch_max: int = 512
-    batch_min: int = 1  # a smaller batch is submitted only if it is the first task of a decision
+    batch_min: int = 1  # a smaller batch runs only as the first task that a worker gets
 
 
 class Node(NamedTuple):

@@ -34,7 +34,7 @@ class Cell(nn.Module):
     pad = 0
 
     def __init__(self, kind: CellType, state: States, arity: int = 1, payload: int = 1) -> None:
-        """`state` is what a node without inputs reads: a row of the outputs of an input node.
+        """`state`: what a node without inputs reads in place of one row of an input node's outputs.
 
         A node has `arity` input nodes. It takes `payload` token ids from its request, padded by `pad`.
         """

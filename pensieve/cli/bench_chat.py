@@ -103,8 +103,8 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--stream",
         metavar="MODE",
-        help="whether turns that do not fit on the device of the daemon that is started run with their KV in "
-        "the host tier: auto, on or off; see `pensieve serve`",
+        help="auto, on or off: run turns that do not fit into the device tier with their KV in the host "
+        "tier. For the daemon that this command starts; see `pensieve serve`",
     )
     add_plot(parser, "the times")
     parser.set_defaults(run=run)

@@ -445,8 +445,8 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.token_budget < arguments.turns_max:
         raise InvalidArgument(
             "token_budget",
-            f"{arguments.token_budget} tokens an iteration are fewer than the {arguments.turns_max} "
-            "turns (--turns-max) that may generate in it, one token each",
+            f"must be at least --turns-max ({arguments.turns_max}), because each running turn generates one "
+            "token per iteration",
         )
     for name in ("prompt_seconds", "tbt", "share"):
         if not getattr(arguments, name) >= 0:

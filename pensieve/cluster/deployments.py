@@ -78,7 +78,7 @@ class ReplicaOnRay(DaemonReplica):
     async def _end_when_wanted(self) -> None:
         while not is_wanted_to_end():
             await asyncio.sleep(LOOK_SECONDS)
-        await self.begin_end()
+        await self.drain()
 
     async def check_health(self) -> None:
         await self.check_daemon()

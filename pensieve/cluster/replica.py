@@ -88,7 +88,7 @@ class DaemonReplica:
         elif time.monotonic() - self._served > RESTART_SECONDS:
             raise Unavailable(f"the engine has not served for {RESTART_SECONDS:g} s")
 
-    async def begin_end(self) -> None:
+    async def drain(self) -> None:
         """Wait until the routers send no more calls, and then drain the daemon."""
         await asyncio.sleep(ROUTERS_SECONDS)
         await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)

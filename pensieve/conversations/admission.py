@@ -74,7 +74,7 @@ class DaemonLoad:
     num_turns: int  # in flight or about to begin, warms included
     num_turns_of_tenant: int  # warms included
     ahead: Callable[[], WorkAhead] = lambda: NOTHING  # the work ahead of this turn
-    waiting_since: float | None = None  # when the turn that waits longest for the engine began
+    waiting_since: float | None = None  # when the turn began that has waited longest for the engine
     num_characters_of_tenant: int = 0  # in the tenant's turns that are about to begin
 
 

@@ -56,7 +56,7 @@ class UnstoredTurns:
     ) -> LiveTurn:
         """Begin a turn of a `checked` prompt; `seed` applies if the options have none.
 
-        `root`: of the identities of the tenant's chunks.
+        `root`: the root of the identities of the tenant's chunks.
         """
         sampling = replace(options.sampling, seed=options.sampling.seed or seed)
         submit = SubmitTurn(

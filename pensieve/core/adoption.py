@@ -91,7 +91,7 @@ class Adoption:
         slots: Sequence[int],
         now: float,
     ) -> CachedConversation:
-        """Add a conversation without a turn, all of whose chunks are holes."""
+        """Add a conversation that has no running turn. All its chunks are holes."""
         num_chunks = first_chunk + len(slots)
         num_tokens = (num_chunks - 1) * self._tree.chunk_tokens + slots[-1]
         assert slots[-1] > 0

@@ -283,9 +283,7 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until enough pages will be available.
-
-        These are `required_pages` pages, and at least the configured minimum.
+        """Plan copies to the host so that max(`required_pages`, configured minimum) pages are available.
 
         `written`: the chunks that this iteration writes.
         """

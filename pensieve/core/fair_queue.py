@@ -110,7 +110,7 @@ class Share:
             self.passed.pop(line, None)
 
     def turn_passes(self, turn: Turn, own: Line) -> None:
-        """Count for lower lines that a turn of line `own` is admitted before them."""
+        """Add 1 to the count of each lower line whose first turn has waited longer than this turn."""
         self.passed.pop(own, None)
         for line, waiting in self.lines.items():
             if line < own and waiting[0].arrival < turn.arrival:

@@ -132,7 +132,7 @@ class CacheCounters:
     reclaimed: int = 0  # the device page was taken, the host copy stays
     reclaim_hits: int = 0  # copied to the host, but still on the device when needed again
     dropped: int = 0  # last copy dropped
-    # On the device, but not copied to the host, or their host copy was dropped.
+    # Chunks on the device that may be dropped: their host copy was dropped, or was never made.
     marked_to_drop: int = 0
     copied_on_write: int = 0
     discarded: int = 0  # computed by a turn that failed

@@ -2,9 +2,9 @@
 
 Two trial batches run with the sampling options that need the most memory.  One is the batch of a decode
 iteration.  The other is the largest possible batch: it fills the token budget and computes a row of logits
-for every turn.  A trial's need is its peak in torch's allocator, without the trial's own KV.  Captured graphs
-are assumed to need, in addition, the needs of both trials and a table of logits.  A margin covers what torch
-does not allocate: the graphs' nodes, libraries that load later, fragmentation.
+for every turn.  A trial's need is its peak in torch's allocator, without the trial's own KV.  With CUDA
+graphs, the estimate adds the peaks of both trials and the size of one table of logits.  A margin covers what
+torch does not allocate: the graphs' nodes, libraries that load later, fragmentation.
 """
 
 from __future__ import annotations

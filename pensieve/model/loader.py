@@ -125,7 +125,8 @@ def load(
         num_heads = int(config.get_text_config().num_attention_heads)
         if shape.num_heads == num_heads:
             report(
-                "transformers' plan does not divide its attention: each rank keeps the KV of all heads"
+                "transformers' plan does not divide this model's attention, so each rank keeps the KV "
+                "of all heads"
             )
     return LoadedModel(name, flat, shape, num_heads, _eos_token_ids(flat.module))
 

@@ -13,8 +13,8 @@ weights are read twice, and generating turns wait for the prompts. Such engines 
 prompts before the second pass. Here all tokens of an iteration come together, so first tokens are late by the
 time of the decode pass.
 
-An iteration with `groups` takes the time of its lanes (`staged`). Its loads follow the swap-ins on the inward
-link. Its stores precede the swap-outs on the outward link.
+`staged` gives the time of an iteration with `groups` (streamed turns): loads, compute and stores overlap. Its
+loads follow the swap-ins on the inward link. Its stores precede the swap-outs on the outward link.
 
 Swap-outs begin when the link is free and delay no iteration. A copy is reported by the first outcome at or
 after its end. An iteration without slices ends when one outstanding copy has ended.
@@ -131,8 +131,8 @@ class ModelledExecutor:
     def _unstaged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
         compute = self._compute_seconds(iteration.slices)
         ends = now + compute
-        if arrivals.each and iteration.slices:
-            last = arrivals.first + (self._cost.layers - 1) * arrivals.each
+        if arrivals.per_layer and iteration.slices:
+            last = arrivals.first + (self._cost.layers - 1) * arrivals.per_layer
             ends = max(ends, arrivals.first + compute, last + compute / self._cost.layers)
         return ends
 
@@ -212,7 +212,7 @@ class LayerArrivals(NamedTuple):
     """When the swap-ins of each layer arrive."""
 
     first: float = 0.0
-    each: float = 0.0  # time from one layer's arrival to the next
+    per_layer: float = 0.0  # seconds from one layer's arrival to the next
 
 
 class Links(NamedTuple):
@@ -260,7 +260,7 @@ def staged(
     outward = max(arenas)
     step = 0
     for layer in range(num_layers):
-        compute = max(compute, arrivals.first + layer * arrivals.each) + layer_seconds
+        compute = max(compute, arrivals.first + layer * arrivals.per_layer) + layer_seconds
         for load, attend, store in groups:
             arena = step % 2
             inward = max(inward, arenas[arena]) + load

@@ -268,9 +268,7 @@ def fit_compute(
     if has_overhead:
         found.append("overhead_seconds")
     else:
-        notes.append(
-            "overhead_seconds: cannot be separated from the other time of an iteration, and is part of it"
-        )
+        notes.append("overhead_seconds: cannot be separated, so the other costs contain it")
     return replace(assumed, **numbers), found, notes  # type: ignore[arg-type]
 
 

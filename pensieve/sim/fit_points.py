@@ -126,9 +126,9 @@ def chunk_profile(
 
         base = measured time at the shortest context - attention time that `cost` predicts for that context
 
-    Attention never takes less time after a longer context. So if a
-    longer context was measured as faster than the next shorter one, both get the mean of the two times. The
-    dense part is taken from `cost`, for a full batch, because gaps are recomputed in full batches.
+    Attention never takes less time after a longer context. So if a longer context was measured as faster than
+    the next shorter one, both get the mean of the two times. The dense part is taken from `cost`, for a full
+    batch, because dropped chunks are recomputed in full batches.
 
     Return None if there are too few measurements.
     """

@@ -22,7 +22,7 @@ COLUMNS = (
     ("recomputed_tokens", "recomputed", "{:,.0f}"),
     ("recompute_cost", "cost", "{:,.0f}"),
     ("saved_shown", "cost against lru", "{}"),
-    ("hit_rate", "found", "{:.1%}"),
+    ("hit_rate", "hit rate", "{:.1%}"),
     ("first_token_p50", "first token P50 s", "{:.3f}"),
     ("normalized_p90", "P90 ms/token", "{:.1f}"),
     ("gap_p99", "P99 gap ms", "{:.1f}"),

@@ -48,7 +48,8 @@ class Habits:
 # The spreads reproduce published figures:
 #
 #   sharegpt      ShareGPT: 36 % of the conversations have at least five turns, and 0.57 % exceed the context
-#                 (of the drawn conversations, 0.2 %; a geometric number of turns would give 45 % and none)
+#                 (drawn: 0.2 % exceed it; with a geometric number of turns, 45 % would have five turns, and
+#                 none would exceed it)
 #   requests      openchat_sharegpt4, each request with its history as the prompt: prompts of 1,730 tokens
 #                 (median) and 5,696 tokens (P90), replies of 415 and 834 tokens
 #   assistant     Mooncake's trace: a quarter of the first turns are followed by a second turn, and later

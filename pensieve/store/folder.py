@@ -5,10 +5,10 @@ frees that lock when the process ends in any way. The text of the file names the
 pensieve chat". The text is written when the folder is opened, and removed on a clean close. If a process
 takes the lock and finds text, the last holder did not close the history.
 
-A daemon with a shared history also locks its data folder, but does not use the history in the folder. So the
-daemon must not change the record that says whether the folder's own history was closed cleanly (`Marks` of
-backend.py). The daemon adds a second line with this record to `lock`, and restores the record on close. If
-the daemon is killed, the next holder reads the second line.
+A daemon with a shared history also locks its data folder, but does not use the history in the folder. Such
+a daemon overwrites the text of `lock`, so it must keep what that text says about the folder's own history
+(`Marks` of backend.py). It saves this in a second line, and writes it back on close. If the daemon is killed,
+the next holder reads the second line.
 
 If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So only
 one process at a time can open the history, under any path.

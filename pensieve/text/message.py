@@ -96,9 +96,9 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def plain_text(text: str, where: str) -> str:
-    """Return a plain `str`.
+    """Return the text as a plain `str`, never as a subclass.
 
-    A subclass of `str` (`TemplateText`) could mark parts of the text as written by the template.
+    As a `TemplateText`, a client's text would pass as text that the template has written.
     Raises InvalidArgument if the text cannot be encoded as UTF-8.
     """
     if not isinstance(text, str):

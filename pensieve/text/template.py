@@ -15,11 +15,12 @@ prompt and the tools are written once, in the opening.
 The delta begins with the end-of-turn token that the template writes after REPLY. If the model has already
 sampled an end-of-turn token, the delta begins after it.
 
-**Spans.** Each token of the log belongs to one message. Message k ends at the first character that would
-change without the later messages. So the end of the last reply belongs to the first new message, and the
-generation prompt belongs to the last message. The rendering is tokenised as a whole. A token that crosses a
-border belongs to the later message. Each border costs a rendering. So with more than BORDERS_MAX messages (a
-history that a client sends) the last message gets all tokens.
+**Spans.** Each token of the log belongs to one message. To find where message k ends, the conversation is
+rendered with and without the later messages. The message ends where the two texts first differ. So the end of
+the last reply belongs to the first new message, and the generation prompt belongs to the last message. The
+rendering is tokenised as a whole. A token that crosses a border belongs to the later message. Each border
+costs a rendering. So with more than BORDERS_MAX messages (a history that a client sends) the last message
+gets all tokens.
 
 **Heads.** Conversations that begin with the same messages begin with the same tokens. These tokens are the
 *head* of the messages. A head ends with a control token, because a tokenizer joins nothing across a control
@@ -300,8 +301,8 @@ class ChatTemplate:
             if text.rstrip().endswith(THINKING_MARKS[0]):
                 raise InvalidArgument(
                     "messages",
-                    "the chat template begins each reply with thinking, so a given beginning "
-                    "of the reply cannot follow: switch thinking off",
+                    "the chat template starts each reply with thinking, so the reply cannot "
+                    "start with the given text: switch thinking off",
                 )
             text += setting.reply_begins
         self.tokenizer.check_text(text, "content")

@@ -1,9 +1,9 @@
 """The facts that a user can tell the built-in model, and the ways to ask for them.
 
-A `Topic` can have one fact, such as "your dog's name". It has all sentences that tell the fact, all questions
-for it, and the one sentence in which the model repeats it. A `Fact` is a topic with a value. The model always
-repeats a fact in the same sentence, so finding the value only requires attention to the right place in the
-context, not eloquence.
+A `Topic` is something that the user can tell, such as the dog's name. It has all sentences that tell the
+value, all questions for it, and the one sentence in which the model repeats it. A `Fact` is a topic with a
+value. The model always repeats a fact in the same sentence, so finding the value only requires attention to
+the right place in the context, not eloquence.
 
 `{v}` stands for the value in `statement` and `tells`. Sentences have no final punctuation. The user says
 `tells` and `asks`. The model says `statement`, or "You have not told me" and `unknown_clause`.

@@ -1,6 +1,6 @@
 """Count how many replies loop in 200 short conversations (talks.txt) with one `pensieve serve`.
 
-Each conversation (a talk) runs through each API (a door): the SDK over gRPC, OpenAI chat, and the page's
+Each conversation (a talk) runs through each API: the SDK over gRPC, OpenAI chat, and the page's
 calls. Many talks run concurrently. A reply counts as a loop if its finish reason says so, if it ends with a
 piece of text that is repeated at least four times, or if it has a sentence of four words at least four times.
 
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 
 
 Sampling = Mapping[str, float]
-Door = Callable[[Sequence[str], Sampling], Awaitable[list[Reply]]]
+Api = Callable[[Sequence[str], Sampling], Awaitable[list[Reply]]]
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -58,7 +58,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tokens", type=int, default=512, help="maximum tokens of each reply (default: 512)"
     )
-    parser.add_argument("--doors", default="sdk,http,page", help="(default: sdk,http,page)")
+    parser.add_argument(
+        "--apis", default="sdk,http,page", help="APIs to measure (default: sdk,http,page)"
+    )
     parser.add_argument(
         "--sampling",
         nargs="+",
@@ -77,12 +79,12 @@ def main(given: Sequence[str] | None = None) -> None:
     with serving(flags) as daemon:
         for name, sampling in arguments.sampling:
             values = {**sampling, "max_tokens": arguments.tokens}
-            for door in arguments.doors.split(","):
+            for api in arguments.apis.split(","):
                 began = time.monotonic()
-                found = asyncio.run(talked(daemon, http, door, talks[: arguments.talks], values))
-                print(summary(door, name, found, time.monotonic() - began), flush=True)
+                found = asyncio.run(talked(daemon, http, api, talks[: arguments.talks], values))
+                print(summary(api, name, found, time.monotonic() - began), flush=True)
                 if arguments.texts is not None:
-                    _write(arguments.texts, door, name, found)
+                    _write(arguments.texts, api, name, found)
 
 
 def sampling_of(text: str) -> tuple[str, dict[str, float]]:
@@ -93,12 +95,12 @@ def sampling_of(text: str) -> tuple[str, dict[str, float]]:
     return text, {name: json.loads(value) for name, _, value in pairs}
 
 
-def summary(door: str, name: str, talks: Sequence[Sequence[Reply]], seconds: float) -> str:
+def summary(api: str, name: str, talks: Sequence[Sequence[Reply]], seconds: float) -> str:
     replies = [each for talk in talks for each in talk]
     reasons = Counter(each.finish_reason for each in replies)
     words = sum(len(each.text.split()) for each in replies) / len(replies)
     return (
-        f"{door:<5} {name}: {sum(any(each.loops for each in talk) for talk in talks)} of {len(talks)} talks "
+        f"{api:<5} {name}: {sum(any(each.loops for each in talk) for talk in talks)} of {len(talks)} talks "
         f"loop; {words:.0f} words a reply; "
         f"{', '.join(f'{number} {reason}' for reason, number in sorted(reasons.items()))}; {seconds:.0f} s"
     )
@@ -120,7 +122,7 @@ def repeats(text: str) -> bool:
 async def talked(
     daemon: BenchDaemon,
     http: str,
-    door: str,
+    api: str,
     talks: Sequence[Sequence[str]],
     sampling: Sampling,
 ) -> list[list[Reply]]:
@@ -129,7 +131,7 @@ async def talked(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CLIENTS))
     async with AsyncClient(daemon.address, timeout=None) as client:
         model = (await client.server_info()).model
-        doors: dict[str, Door] = {
+        apis: dict[str, Api] = {
             "sdk": functools.partial(by_sdk, client),
             "http": functools.partial(by_http, f"http://{http}", model),
             "page": functools.partial(by_page, f"http://{http}"),
@@ -137,7 +139,7 @@ async def talked(
 
         async def one(messages: Sequence[str]) -> list[Reply]:
             async with free:
-                return await doors[door](messages, sampling)
+                return await apis[api](messages, sampling)
 
         return list(await asyncio.gather(*map(one, talks)))
 
@@ -196,12 +198,12 @@ async def _posted(address: str, body: Mapping[str, Any]) -> str:
     return await asyncio.to_thread(post)
 
 
-def _write(path: Path, door: str, name: str, talks: Sequence[Sequence[Reply]]) -> None:
+def _write(path: Path, api: str, name: str, talks: Sequence[Sequence[Reply]]) -> None:
     with path.open("a", encoding="utf-8") as file:
         for number, talk in enumerate(talks):
             for turn, reply in enumerate(talk):
                 line = {
-                    "door": door,
+                    "api": api,
                     "sampling": name,
                     "talk": number,
                     "turn": turn,

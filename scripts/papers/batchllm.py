@@ -236,7 +236,7 @@ def panel(machine: Machine, extent: Extent) -> Iterator[Row]:
         if claim is not None:
             yield _row(
                 "figure 5",
-                f"{name}: gain with {LENGTHS[0]} over gain with {LENGTHS[-1]}",
+                f"{name}: gain with 2,000 shared tokens over gain with 200",
                 more(),
                 ratio(*(gains[each, DEGREES[-1]].values for each in (LENGTHS[0], LENGTHS[-1]))),
                 "a longer prefix saves more",
@@ -258,7 +258,8 @@ def valleys(extent: Extent) -> Iterator[Row]:
         )
         yield _row(
             "figures 2 and 6",
-            f"fewer iterations below half of the token budget, replies of {output_tokens} tokens",
+            "iterations below half of the token budget, removed by memory-centric batching, "
+            f"replies of {output_tokens} tokens",
             more(1.0),
             Spread(tuple(old - new for old, new in zip(before.values, after.values, strict=True))),
             f"{before.shown('{:.0f} %')} with vLLM + c, then {after.shown('{:.0f} %')}; "
@@ -300,7 +301,7 @@ def ablation(extent: Extent) -> Iterator[Row]:
         ):
             yield _row(
                 "figure 7b",
-                f"{sharing}: {what} without the cool-down, with both",
+                f"{sharing}: {what} with both, until the batch begins to run empty",
                 about(paper),
                 ratio(*([getattr(each, key) for each in some] for some in (runs, plain))),
                 reason,
@@ -308,7 +309,7 @@ def ablation(extent: Extent) -> Iterator[Row]:
         evenly = (_runs(each, CASES[0].machine, shape, extent) for each in (base, both))
         yield _row(
             "figure 7a",
-            f"{sharing}: throughput with both, with kernels as fast on few rows",
+            f"{sharing}: throughput with both, if kernels were as efficient on few rows as on many",
             None,
             _times(*evenly),
             "without tiles and unhidden share, as in table 1",

@@ -11,12 +11,12 @@ as the widest slot, and a slot computes something in every step, even if its que
                 slots is padded to the widest
     ours        our scheduler with the same number of turns: no padding
 
-In table 2 and the figures, Baton is decoupled: the paper's experiments were.
+In table 2 and the figures, Baton means Baton-PD, as in the paper's experiments.
 
 The model is Llama-2-7B on an RTX A6000 (table 1) or an RTX 4090 (table 2). A step of transformers takes
-`STEP_SECONDS` longer than our cost model: chosen so that Benchmark takes the paper's time in table 2 with
-batches of 2. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to
-400", and 24 to 200 for the second set. A word has 1.3 tokens.
+`STEP_SECONDS` longer than our cost model predicts. We chose this value so that Benchmark takes the paper's
+time in table 2 with batches of 2. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for
+"a few dozen to 400", and 24 to 200 for the second set. A word has 1.3 tokens.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def table_1(extent: Extent) -> Iterator[Row]:
         cost = CostModel.of(MODEL, A6000)
         yield _row(
             "table 1",
-            f"batches of {batch}: speed of our scheduler over Benchmark, with the steps of Benchmark",
+            f"batches of {batch}: speed of our scheduler over Benchmark, with the same overhead per step",
             None,
             ratio(
                 seconds["Benchmark"],
@@ -267,11 +267,11 @@ def table_2(extent: Extent) -> Iterator[Row]:
 def _over_time(batch: int, runs: dict[str, list[list[Moment]]]) -> Iterator[Row]:
     """Figures 6 to 8: ended queries, tokens and KV over time."""
 
-    def of_each(name: str, of: Any) -> list[float]:
-        return [of(moments) for moments in runs[name]]
+    def values_of(name: str, figure: Any) -> list[float]:
+        return [figure(moments) for moments in runs[name]]
 
-    def compared(of: Any) -> Spread:
-        medians = (statistics.median(of_each(name, of)) for name in ("Baton-PD", "Benchmark"))
+    def compared(figure: Any) -> Spread:
+        medians = (statistics.median(values_of(name, figure)) for name in ("Baton-PD", "Benchmark"))
         return ratio(*([each] for each in medians))
 
     yield _row(

@@ -158,13 +158,13 @@ def _reactions(search: Search, gain: Gain, vllm: list[float]) -> Iterator[Row]:
     reason = "longer reactions leave more conversations in memory at once, so more KV is dropped"
     yield _row(
         "3.16",
-        f"{gain.model}: throughput with reactions of 30 s over 60 s",
+        f"{gain.model}: throughput if users answer after 30 s, over 60 s",
         more(),
         ratio(found[30], found[60]),
         reason,
     )
     for seconds, paper in ((60, 1.52), (120, 1.4)):
-        name = f"{gain.model}, reactions of {seconds} s: throughput over vLLM-like"
+        name = f"{gain.model}, users answer after {seconds} s: throughput over vLLM-like"
         yield _row("3.16", name, about(paper), ratio(found[seconds], vllm), reason)
 
 
@@ -183,7 +183,7 @@ def _phases(search: Search, gain: Gain) -> Iterator[Row]:
         latencies.append(tuple(both))
     yield _row(
         "3.18",
-        f"{gain.model}: P90 latency at the limit of separate phases, unified over separate",
+        f"{gain.model}: P90 latency, unified over separate phases, at the highest load of separate phases",
         less(),
         ratio(*zip(*latencies, strict=True)),
         reason,
@@ -203,11 +203,11 @@ def policies(extent: Extent) -> Iterator[Row]:
 
     base = runs(lru)
     for what, system, why in (
-        ("cost of a chunk in a full batch", value, "so `value` chooses almost as `lru`"),
+        ("chunk costs in full batches", value, "so `value` chooses almost as `lru`"),
         (
-            "cost of a chunk computed alone",
+            "chunk costs alone",
             measured,
-            "so `value` drops the first chunks of conversations sooner, but they return as often as the last",
+            "so `value` drops first chunks sooner, but first chunks are needed again as often as last chunks",
         ),
     ):
         pairs = [list(zip(*each, strict=True)) for each in zip(runs(system), base, strict=True)]
@@ -225,11 +225,11 @@ def policies(extent: Extent) -> Iterator[Row]:
         ]
         dear = system._recompute().chunk_seconds(CONTEXT_MAX) / system._recompute().chunk_seconds(0)
         reason = f"the dearest chunk costs {dear:.1f} x the cheapest, {why}"
-        name = f"opt-13b, {what}: more history in memory with `value` than with `lru`"
+        name = f"opt-13b, {what}: history found in memory, `value` minus `lru`"
         yield _row(
             "3.14", name, about(4.4, neutral=0), Spread(tuple(points)), reason, "{:+.1f} points"
         )
-        name = f"opt-13b, {what}: fewer recomputed tokens with `value` than with `lru`"
+        name = f"opt-13b, {what}: recomputed tokens saved by `value`, compared with `lru`"
         yield _row("3.14", name, about(14.6, neutral=0), Spread(tuple(saved)), reason, "{:+.1f} %")
 
 
@@ -288,13 +288,13 @@ def kernel(extent: Extent) -> Iterator[Row]:
         "torch's kernel is the ideal on contiguous memory",
     )
     yield row(
-        "copying out first",
+        "time if KV is first copied to contiguous memory",
         more(),
         [each.copy_out_seconds / each.contiguous_seconds for each in found],
         "the copy grows with the context, as attention does",
     )
     yield row(
-        "token by token",
+        "time with one attention call per token",
         more(),
         [each.token_by_token_seconds / each.contiguous_seconds for each in found],
         "each of the 8 tokens reads all KV again",

@@ -1,10 +1,11 @@
 """Rows of the papers' tables and figures: the paper's number beside ours, and a verdict from both.
 
-A verdict needs a claim of the paper. With the paper's numbers, and the median of ours over the seeds:
+A verdict needs a claim of the paper. It compares the paper's number with the median of ours over the seeds.
+The *effect* of a ratio is its distance from 1. An absolute value (a time, a rate) has no effect.
 
     reproduced      within TOLERANCE of the paper's number or range, and at least half of the paper's effect
     same shape      the effect has the paper's direction in every seed, and its size is within the factor
-                    SHAPE; if the number is no effect but a time, it is within the factor TIME
+                    SHAPE; an absolute value is within the factor TIME
     not reproduced  otherwise
 
 If the paper's text has a direction but no number, the best verdict is "same shape", and the effect must be at
@@ -49,7 +50,7 @@ def ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says. `neutral`: the value without any effect; None: the value is no effect but a time."""
+    """What a paper says. `neutral`: the value without any effect; None: an absolute value."""
 
     least: float
     most: float
@@ -141,11 +142,11 @@ class Extent:
     # Capacities (Sarathi-Serve).
     capacity_warm_seconds: float = 30.0
     capacity_seconds: float = 150.0
-    capacity_requests: float = 100.0  # at least, at the rate where a search begins
+    capacity_requests: float = 100.0  # minimum in a simulation at the first rate of a search
     resolution: float = 1.1  # ratio of rates at which the search ends
     requests: int = 128  # table 4
     # Panels of FluidInfer.
-    panel_fills: float = 6.0  # requests, in numbers that the device holds
+    panel_fills: float = 6.0  # number of requests, as a multiple of what fits on the device
     bound_seeds: int = 5  # loads for each latency bound
     batch_share: float = 1.0  # of the requests of a batch (BatchLLM)
     repeats: int = 30  # timed calls of a kernel

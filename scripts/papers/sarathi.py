@@ -274,7 +274,7 @@ def iterations(extent: Extent) -> Iterator[Row]:
         Spread((cost.dense_seconds(128) / cost.dense_seconds(1),)),
         "up to about 150 tokens, reading the weights takes longer than computing",
     )
-    full, cut, over = [], [], "time of an iteration over 32 decodes with 4,096 tokens"
+    full, cut, over = [], [], "32 decodes (contexts of 4,096)"
     for machine, budget in ((MISTRAL, 256), (LLAMA, 512)):
         alone = seconds(*decodes(BATCH, CONTEXT), of=machine.cost)
         piece = (CONTEXT - budget, CONTEXT - BATCH)
@@ -282,14 +282,14 @@ def iterations(extent: Extent) -> Iterator[Row]:
         cut.append(seconds(*decodes(BATCH, CONTEXT), piece, of=machine.cost) / alone)
     yield _row(
         "figure 8",
-        f"{over}: with a whole prompt of 4,096 tokens, the larger of mistral-7b and llama2-70b",
+        f"{over}: time with a whole prompt of 4,096 tokens, over time without",
         about(28.3),
         Spread((max(full),)),
-        "the paper's largest ratio; its prompt and batch are not in the text, so ours are assumed",
+        "the larger of mistral-7b and llama2-70b; prompt and batch are not in the paper's text",
     )
     yield _row(
         "figure 8",
-        f"{over}: with a piece instead of the whole prompt, the larger of both ratios of the two",
+        f"{over}: time with a piece of a prompt, over time with the whole prompt",
         less(),
         Spread((max(one / other for one, other in zip(cut, full, strict=True)),)),
         "a piece adds only the rest of the token budget",
@@ -344,7 +344,7 @@ def table_4(extent: Extent) -> Iterator[Row]:
         )
         yield _row(
             "table 4",
-            f"yi-34b, {WORKLOADS[workload]}: between tokens, P99, combined over prompts first",
+            f"yi-34b, {WORKLOADS[workload]}: P99 between tokens, combined over prefill-first",
             None,
             gaps,
             f"throughput {speeds.shown('{:.2f} x')}; the table has no such system",
@@ -363,7 +363,7 @@ def table_4(extent: Extent) -> Iterator[Row]:
             )
             yield _row(
                 "table 4",
-                f"{what}: between tokens, P99",
+                f"{what}: P99 between tokens",
                 about(gap, neutral=None),
                 Spread(tuple(row["gap_p99"] / 1000 for row in rows)),
                 "the time of an iteration that is full of prompts, by the data sheet's arithmetic x 0.6",

@@ -94,7 +94,10 @@ def children_of(module: torch.nn.Module) -> dict[int, Child]:
 
 
 def _groups(calls: Sequence[ModuleCall], children: dict[int, Child]) -> Iterator[list[ModuleCall]]:
-    """Group consecutive calls with one input by one parent.  A module that is called twice stays alone."""
+    """Group consecutive calls that have the same input and the same parent.
+
+    A module that is called twice stays alone.
+    """
     num_calls: dict[int, int] = {}
     for call in calls:
         num_calls[id(call.module)] = num_calls.get(id(call.module), 0) + 1
