@@ -141,8 +141,8 @@ class Sampling:
     )
     stop_repetition: int = _parameter(
         0,
-        "stop the reply if its last tokens repeat a pattern of at most N tokens at least four times, and the "
-        "copies have at least N tokens in total; 0: off",
+        "stop a reply that ends with at least four copies of a pattern. With the value N, the pattern has at "
+        "most N tokens, and all copies together have at least N tokens; 0: off",
         "must be 0 (off) or positive",
         *(0, (1 << 31) - 1),
         metavar="N",

@@ -272,7 +272,7 @@ class Conversations:
             self.followers.start_grace(live)
         return live
 
-    async def find_stored_retried(self, request: TurnRequest) -> LiveTurn | None:
+    async def find_turn_of_retry(self, request: TurnRequest) -> LiveTurn | None:
         """Return the turn that this request retries, live or ended. Asks the store.
 
         No turn runs because of this call.

@@ -261,7 +261,7 @@ class Daemon:
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
             return await conversations.begin(request)
-        if (live := await conversations.find_stored_retried(request)) is not None:
+        if (live := await conversations.find_turn_of_retry(request)) is not None:
             return live
         self.events.refused(refusal)
         raise refusal

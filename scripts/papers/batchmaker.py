@@ -144,7 +144,7 @@ def figure_2_3(extent: Extent) -> Iterator[Row]:
         "LSTM cell on this CPU: rows per second with the best batch, over batches of 2",
         more(),
         _spread(max(each.values()) / each[2] for each in found),
-        "one thread of this CPU; a larger batch reads the weights once for more rows",
+        "one thread of this CPU, batches to 256; a larger batch reads the weights once for more rows",
     )
 
 
@@ -261,14 +261,14 @@ def figure_2_8(extent: Extent) -> Iterator[Row]:
     for narrow, wide in ((1, 10), (10, 40)):
         yield _row(
             "2.8",
-            f"LSTM, padding at 1,000 requests/s: P90, buckets of {narrow} over {wide}",
+            f"LSTM, padding at 1,000 requests/s: P90, bucket width {narrow} over {wide}",
             more(),
             _over(low[narrow], low[wide]),
             f"a request waits for more buckets; {low[narrow].median:.0f} ms and {low[wide].median:.0f} ms",
         )
         yield _row(
             "2.8",
-            f"LSTM, padding: peak, buckets of {narrow} over {wide}",
+            f"LSTM, padding: peak, bucket width {narrow} over {wide}",
             more(),
             _over(most[narrow], most[wide]),
             f"less padding; {most[narrow].median:,.0f}/s and {most[wide].median:,.0f}/s",
@@ -304,7 +304,8 @@ def figure_2_9(extent: Extent) -> Iterator[Row]:
         "LSTM: median computation time, cellular over padding",
         less(),
         ratio([run.computation() for run in ours], [run.computation() for run in padded]),
-        "no cells of padding, but a gather in each step",
+        "requests wait for their bucket's turn with padding, so its batches are larger and its steps slower; "
+        "padded cells are the smaller part",
     )
     yield _row(
         "2.9",
@@ -361,14 +362,14 @@ def figure_2_11(extent: Extent) -> Iterator[Row]:
         "a request does not wait for the batch that runs when it arrives",
     )
     yield row(
-        "LSTM, cellular at 5,000 requests/s: P90, lengths to 100 over lengths to 50",
+        "LSTM, cellular at 5,000 requests/s: P90, maximum length 100 over 50",
         about(1.0, neutral=None),
         _over(ours["100"], ours["50"]),
         "without waiting, the latency is that of the request's own steps",
     )
     for short, long, lengths in (
-        ("24", "50", "lengths to 50 over all 24"),
-        ("50", "100", "lengths to 100 over lengths to 50"),
+        ("24", "50", "maximum length 50 over all 24"),
+        ("50", "100", "maximum length 100 over 50"),
     ):
         yield row(
             f"LSTM, padding, turns, 5,000 requests/s: P90, {lengths}",
@@ -380,7 +381,8 @@ def figure_2_11(extent: Extent) -> Iterator[Row]:
             f"LSTM, padding, turns: peak, {lengths}",
             less(),
             _over(most[long], most[short]),
-            "the requests are spread over more buckets, so batches are smaller",
+            "the requests are spread over more buckets, so batches are smaller; in strict turns, nearly "
+            "empty buckets of long sentences take turns, too",
         )
 
 

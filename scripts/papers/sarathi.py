@@ -189,7 +189,7 @@ def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
     if ("", "", VLLM) in machine.paper:
         yield _row(
             f"figure {figure}",
-            f"{model}: capacity, Sarathi over vLLM, the largest of the four",
+            f"{model}: capacity, Sarathi over vLLM, largest ratio of the model",
             about(machine.paper["", "", VLLM]),
             Spread(tuple(map(max, zip(*best, strict=True)))),
             "the paper's abstract has the largest gain; see the four rows",
@@ -366,7 +366,8 @@ def table_4(extent: Extent) -> Iterator[Row]:
                 f"{what}: P99 between tokens",
                 about(gap, neutral=None),
                 Spread(tuple(row["gap_p99"] / 1000 for row in rows)),
-                "the time of an iteration that is full of prompts, by the data sheet's arithmetic x 0.6",
+                "the time of an iteration that is full of prompts, at 0.6 of the data sheet's rate; the load "
+                "is fitted to the paper's first token with the combined scheduler",
                 "{:.2f} s",
             )
 

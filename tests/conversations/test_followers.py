@@ -107,7 +107,7 @@ def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
 
 
 @pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
-def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(begun: float) -> None:
+def test_clients_that_reconnect_after_a_stall_find_their_turn(begun: float) -> None:
     scene = Scene()
     scene.followers.start_grace(scene.live)
     scene.loop.run(begun * GRACE_SECONDS)

@@ -176,7 +176,7 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
 
         async def found(ask: TurnRequest) -> list[LiveTurn | None]:
             conversations = daemon.conversations
-            return [await conversations.begin(ask), await conversations.find_stored_retried(ask)]
+            return [await conversations.begin(ask), await conversations.find_turn_of_retry(ask)]
 
         assert rig.call(found(live.request)) == [live, live]
         assert rig.num_live == 1
