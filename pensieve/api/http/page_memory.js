@@ -256,6 +256,7 @@ async function watch() {
       if (error.status === 401) return;  // otherwise the page would ask for a token every two seconds
     }
     document.removeEventListener("visibilitychange", leave);
+    leaving.abort();  // an error in `connected` leaves the stream open
     if (document.hidden) await new Promise(done => document.addEventListener("visibilitychange", done, { once: true }));
     else await new Promise(done => setTimeout(done, 1000 * RECONNECT_SECONDS));
   }

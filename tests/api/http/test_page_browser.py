@@ -855,6 +855,19 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         expect(page.locator("#text")).to_have_value("")
 
 
+def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) -> None:
+    """A browser opens only six connections to a host. With six forgotten streams, all calls would hang."""
+    with opened(browser, slow, is_quiet=False) as page:
+        memory = "**/pensieve/memory"
+        page.route(memory, lambda route: route.abort())
+        page.route(LIST, lambda route: route.fulfill(status=500, json={}))
+        page.reload()
+        expect(page.locator("#banner")).to_contain_text("Connection to the daemon lost")
+        page.unroute(memory)
+        with page.expect_event("requestfailed", lambda each: each.url.endswith("memory")):
+            pass
+
+
 def focused(page: Any) -> str:
     script = "() => document.activeElement.getAttribute('aria-label') || document.activeElement.textContent"
     return str(page.evaluate(script))
