@@ -27,12 +27,15 @@ const ENDINGS = {
 const conversations = new Map();  // as the daemon lists them, by id
 const costs = new Map();  // usage of the replies that this page has received, by conversation and revision
 let current = null, opening = null, running = null, failed = null, messages = [], nextPage = "", server = {};
+let isListed = false;  // whether the list of conversations was loaded
+let linked = decodeURIComponent(location.hash.slice(1));  // the conversation in the page's address, until it is shown
 
 // -- the list of conversations --
 
 async function load(more = false) {
   const found = await call("ListConversations", { page_size: PAGE_SIZE, page_token: more ? nextPage : "" });
   if (!more) conversations.clear();
+  isListed = true;
   nextPage = found.next_page_token || "";
   $("more").hidden = !nextPage;
   for (const each of found.conversations || []) conversations.set(each.conversation_id, each);
@@ -76,7 +79,7 @@ function drawList() {
     group.append(head, rows);
     return group;
   }));
-  if (!conversations.size) $("list").append(make("p", "note empty", "Your conversations will be listed here."));
+  if (!conversations.size) $("list").append(make("p", "note empty", isListed ? "Your conversations will be listed here." : "Loading conversations …"));
   if (focused) focusRow(focused.dataset.id, place);
 }
 
@@ -230,7 +233,7 @@ function drawAround() {  // everything except the messages
   drawSaved();
   drawSettings();
   for (const each of $("strips").children) each.classList.toggle("current", each.dataset.id === current);
-  history.replaceState(null, "", current ? `#${encodeURIComponent(current)}` : location.pathname);
+  if (!linked) history.replaceState(null, "", current ? `#${encodeURIComponent(current)}` : location.pathname);
 }
 
 function drawHeading() {
@@ -671,15 +674,33 @@ const closeDrawers = () => { openSidebar(false); if (!ROOMY.matches) openMemory(
 
 // -- the state of the connection --
 
+// Load what the page shows, unless it is up to date. While the model is loading, the daemon does not list conversations.
 async function connected() {
   const wasLost = !$("banner").hidden;
+  if (isListed && !wasLost) return;
+  await describe();
+  while (server.state === "SERVER_STATE_LOADING") {
+    drawBanner("The model is loading …");
+    await new Promise(done => setTimeout(done, 1000));
+    await describe();
+  }
+  await load();
   $("banner").hidden = true;
-  if (wasLost) { await describe(); await load(); announce("Connected again"); }
+  if (wasLost) announce("Connected again");
+  const id = linked;
+  linked = "";
+  if (conversations.has(id) && !current) await show(id); else if (!current) openDraft("");
+  scrollToRow();
 }
 
 function disconnected(error) {
-  $("banner").textContent = error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`;
+  drawBanner(error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`, true);
+}
+
+function drawBanner(text, isBad = false) {
   const isAtEnd = atEnd();
+  $("banner").textContent = text;
+  $("banner").classList.toggle("bad", isBad);
   $("banner").hidden = false;
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
 }
@@ -724,17 +745,11 @@ document.addEventListener("keydown", event => {
 });
 
 async function start() {
-  const linked = decodeURIComponent(location.hash.slice(1));
   drawSettings();
   openMemory(ROOMY.matches && localStorage.getItem("memory") !== "closed");
   begin();
   openDraft(linked);
-  try {
-    await describe();
-    await load();
-    if (conversations.has(linked)) await show(linked); else openDraft("");
-    scrollToRow();
-  } catch (error) { problem(error); }
+  try { await connected(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon
   watch();
 }
 

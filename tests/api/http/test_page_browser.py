@@ -38,6 +38,12 @@ EDIT = "Edit message (later messages will be removed)"
 SEND = "**/pensieve.v1.ConversationService/SendMessage"
 MESSAGES = "**/pensieve.v1.ConversationService/ListMessages"
 LIST = "**/pensieve.v1.ConversationService/ListConversations"
+RECONNECT = """() => {  // as after the end of the daemon
+    Object.defineProperty(document, "hidden", { value: true, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+    delete document.hidden;
+    disconnected(new Lost());
+}"""
 CODE = (
     "One `word` and **more**:\n\n```python\n"
     + "print('a long line of code') " * 8
@@ -414,7 +420,7 @@ def given(rig: HttpRig, name: str, *turns: tuple[str, str, str]) -> None:
         messages.append(pb.NewMessage(role=pb.ROLE_USER, content=text))
         messages.append(pb.NewMessage(role=pb.ROLE_ASSISTANT, content=reply, thinking=thinking))
     request = pb.CreateConversationRequest(
-        conversation_id=name.replace(" ", "-"), messages=messages
+        conversation_id=re.sub(r"\W+", "-", name), messages=messages
     )
     request.metadata.update({"title": name})
     rig.rig.stub.CreateConversation(request)
@@ -866,6 +872,38 @@ def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) ->
         page.unroute(memory)
         with page.expect_event("requestfailed", lambda each: each.url.endswith("memory")):
             pass
+
+
+@contextmanager
+def loading(rig: HttpRig) -> Iterator[None]:
+    """Let the daemon answer as if its model were still loading."""
+    daemon = rig.rig.daemon
+    conversations, daemon._conversations = daemon._conversations, None
+    try:
+        yield
+    finally:
+        daemon._conversations = conversations
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_page_waits_while_the_model_loads(browser: Any, slow: HttpRig, is_open: bool) -> None:
+    """The page is opened before or after the start of the daemon."""
+    title = f"stored before, {is_open}"
+    given(slow, title, ("Hm?", "", "Yes."))
+    with opened(browser, slow, is_quiet=False) as page:
+        banner = page.locator("#banner")
+        page.get_by_role("button", name=title, exact=True).click()
+        expect(named(page)).to_have_text(title)
+        with loading(slow):
+            page.evaluate(RECONNECT) if is_open else page.reload()
+            expect(banner).to_have_text("The model is loading …")
+            expect(banner).not_to_have_class("bad")
+            expect(page.get_by_role("alert")).to_have_count(0)
+            if not is_open:
+                expect(page.locator("#list")).to_have_text("Loading conversations …")
+        expect(banner).to_be_hidden()
+        expect(named(page)).to_have_text(title)
+        expect(page.locator("article.user")).to_have_count(1)
 
 
 def focused(page: Any) -> str:
