@@ -26,7 +26,8 @@ const ENDINGS = {
 };
 const conversations = new Map();  // as the daemon lists them, by id
 const costs = new Map();  // usage of the replies that this page has received, by conversation and revision
-let current = null, opening = null, running = null, failed = null, messages = [], nextPage = "", server = {};
+const turns = new Map();  // this page's turns that run or were interrupted, by conversation
+let current = null, opening = null, messages = [], nextPage = "", server = {};
 let isListed = false;  // whether the list of conversations was loaded
 let linked = decodeURIComponent(location.hash.slice(1));  // the conversation in the page's address, until it is shown
 
@@ -50,7 +51,15 @@ async function refresh(id) {
   drawHeading();
 }
 
-const titleOf = id => conversations.get(id)?.title || (id === running?.id && running.title) || (id.startsWith("page-") ? "New conversation" : id);
+const titleOf = id => conversations.get(id)?.title || turns.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
+const isRunning = id => Boolean(turns.get(id)?.isRunning);
+const numAsked = found => found.filter(each => each.role === "ROLE_USER").length;
+
+// Return the title of a conversation that begins with this text.
+function firstWords(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  return line.length <= TITLE_MAX ? line : `${line.slice(0, TITLE_MAX - 1).replace(/\s\S*$/, "")}…`;
+}
 
 async function rename(id, title) {
   const metadata = { ...conversations.get(id)?.metadata, title }, headers = { "content-type": "application/json" };
@@ -109,6 +118,7 @@ async function askDelete(id) {
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
   await call("DeleteConversation", { conversation_id: id });
   conversations.delete(id);
+  turns.delete(id);
   sessionStorage.removeItem(`draft/${id}`);
   if (current === id) begin(); else { drawList(); focusRow(near); }
   announce("Conversation deleted");
@@ -206,11 +216,13 @@ async function messagesOf(id) {
 }
 
 async function show(id) {
-  const mine = opening = messagesOf(id);
+  const mine = opening = messagesOf(id), turn = turns.get(id);
   openDraft(id);
   try {
     const found = await mine;
     if (opening !== mine) return;  // another conversation was selected meanwhile
+    if (turn && !turns.has(id)) return show(id);  // its reply was completed meanwhile
+    if (turn && !turn.isRunning && numAsked(found) > turn.numAsked) turns.delete(id);  // the daemon has kept the turn
     messages = found;
     current = id;
     openSidebar(false);
@@ -229,6 +241,7 @@ function drawAll() {
 
 function drawAround() {  // everything except the messages
   drawHeading();
+  drawComposer();
   drawList();
   drawSaved();
   drawSettings();
@@ -246,8 +259,8 @@ function drawHeading() {
 function drawLog() {
   const log = $("log");
   log.replaceChildren(...messages.map(messageDrawn));
-  if (running && running.id === current) log.append(...running.boxes);
-  if (!log.children.length) log.append(welcomeDrawn());
+  log.append(...(turns.get(current)?.boxes || []));
+  if (!log.children.length) log.append(current ? make("p", "note", "This conversation has no messages yet.") : welcomeDrawn());
   labelAgain();
   noticeScroll();
 }
@@ -355,53 +368,51 @@ function waitingDrawn() {
 
 // -- sending --
 
-function send(text, request = { id: crypto.randomUUID(), text, sampling: samplingSet() }) {
-  if (running) return;
-  failed = null;
-  $("text").value = "";
-  keepDraft();
-  say(request).catch(problem);
+// Send a message to the current conversation, or to a new one.
+function send(text) {
+  if (isRunning(current)) return;
+  const request = { id: crypto.randomUUID(), text, sampling: samplingSet() };
+  say({ id: current || `page-${crypto.randomUUID()}`, request, isFresh: !current, title: firstWords(text) });
 }
 
-// Send a message and draw the reply as it streams. If it is sent again with the same request id, it runs only once.
-async function say(request) {
-  const isFresh = !current, id = current || `page-${crypto.randomUUID()}`;
-  const reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
-  const boxes = [messageDrawn({ role: "ROLE_USER", content: request.text, isRunning: true }), messageDrawn(reply)];
+// Send a turn's message and draw the reply as it streams. If it is sent again, the daemon runs the turn only once.
+async function say(turn) {
+  const { id, request } = turn;
+  for (const each of turns.get(id)?.boxes || []) each.remove();  // an interrupted turn
+  turn.isRunning = true;
+  turn.reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
+  turn.boxes = [{ role: "ROLE_USER", content: request.text, isRunning: true }, turn.reply].map(messageDrawn);
+  turn.numAsked = numAsked(messages);
+  turns.set(id, turn);
   if (!messages.length) $("log").replaceChildren();
   for (const each of $("log").querySelectorAll(".problem")) each.remove();
-  $("log").append(...boxes);
+  $("log").append(...turn.boxes);
   $("log").scrollTop = $("log").scrollHeight;
-  const title = isFresh ? request.text.replace(/\s+/g, " ").slice(0, TITLE_MAX) : "";  // shown until the daemon knows the title
-  running = { id, request, boxes, isFresh, title };
   current = id;
   openDraft(id);
-  drawHeading();
-  busy(true);
+  drawAround();
   announce("Waiting for the reply");
   try {
-    if (isFresh) await create(id);
-    await stream(id, request, reply, boxes[1].querySelector(".body"));
-    running = null;
-    if (current === id) await finish(id, boxes);
-    else await refresh(id);
-    if (isFresh && current === id) scrollToRow();
+    if (turn.isFresh) await create(turn);
+    await stream(turn);
   } catch (error) {
-    const title = titleOf(id);
-    if (isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
-    running = null;
-    if (current === id) {
-      if (!conversations.has(id)) current = null;
-      fail(request, error);
-    } else problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
-  } finally {
-    busy(false);
-    if (isWide()) $("text").focus();
+    turn.isRunning = false;
+    if (turns.get(id) === turn) await fail(turn, error).catch(problem);
+    return;
   }
+  turns.delete(id);
+  try {
+    if (current === id) await finish(turn); else await refresh(id);
+  } catch (error) { problem(error, () => show(id)); }
+  focusText(id);
 }
 
-async function create(id) {
-  const { conversation } = await call("CreateConversation", { conversation_id: id, system_prompt: settings.system || "" });
+async function create({ id, title }) {
+  const value = { conversation_id: id, system_prompt: settings.system || "", metadata: { title } };
+  const { conversation } = await call("CreateConversation", value).catch(error => {
+    if (error.code !== "already_exists") throw error;
+    return call("GetConversation", { conversation_id: id });  // the answer to an earlier try was lost
+  });
   conversations.set(id, conversation);
   drawList();
   drawHeading();
@@ -414,8 +425,9 @@ async function removeEmpty(id) {
   conversations.delete(id);
 }
 
-async function stream(id, request, reply, body) {
+async function stream({ id, request, reply, boxes }) {
   const value = { conversation_id: id, request_id: request.id, messages: [{ content: request.text }], sampling: request.sampling };
+  const body = boxes[1].querySelector(".body");
   let isDrawn = true, isComplete = false;
   const drawn = () => { isDrawn = true; const isAtEnd = atEnd(); fill(body, reply); if (isAtEnd) $("log").scrollTop = $("log").scrollHeight; };
   for await (const each of events(await posted("SendMessage", value))) {
@@ -435,7 +447,7 @@ async function stream(id, request, reply, body) {
 }
 
 // Replace the boxes of the turn by its messages in the history. The boxes of earlier messages stay.
-async function finish(id, boxes) {
+async function finish({ id, boxes, isFresh }) {
   const found = await messagesOf(id);
   await refresh(id);
   if (current !== id) return;
@@ -453,26 +465,42 @@ async function finish(id, boxes) {
   drawAround();
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
   noticeScroll();
+  if (isFresh) scrollToRow();
   const last = messages.at(-1);
   if (last) announce(`Reply: ${textIn(last)}`);
 }
 
-function fail(request, error) {
-  failed = { ...request, conversation: current };
-  if (!$("text").value) $("text").value = request.text;
-  keepDraft(current || "");
-  drawAll();
-  problem(error, error.code === "context_length_exceeded" ? null : () => sendComposed());
+// Keep an interrupted turn in the log. If the daemon refused the message, return its text to the message field.
+async function fail(turn, error) {
+  const { id, request, boxes, reply } = turn, isTooLong = error.code === "context_length_exceeded";
+  const isRefused = error.status >= 400 || isTooLong || !conversations.has(id), title = titleOf(id), isShown = current === id;
+  if (isRefused) {
+    turns.delete(id);
+    if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
+    if (isShown && !conversations.has(id)) { keepDraft(""); current = null; }
+    returnText(request.text, conversations.has(id) ? id : "");
+    if (isShown) drawAll(); else drawList();
+  } else {
+    reply.isRunning = false;
+    boxes[1].classList.remove("running");
+    fill(boxes[1].querySelector(".body"), reply);
+    boxes[1].append(problemDrawn(`Interrupted. ${wordsOf(error, id)}`, () => say(turn)));
+    drawAround();
+  }
+  if (!isShown) problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
+  else if (isRefused) problem(error, isTooLong ? null : () => { takeText(request.text); say(turn); });
+  else boxes[1].scrollIntoView({ block: "nearest" });
   announce("");
+  focusText(id);
 }
 
-// Send the text of the message field. If this text failed before, send it as a retry, not as a second message.
+// Send the text of the message field. The text of an interrupted turn is a retry, not a second message.
 async function sendComposed() {
   while (opening) try { await opening; } catch { return; }  // the message is for the conversation that is being opened
-  const text = $("text").value.trim();
-  if (!text || running) return;
-  const isRetry = failed && failed.text === text && failed.conversation === current;
-  if (isRetry) send(text, failed); else send(text);
+  const text = $("text").value.trim(), turn = turns.get(current);
+  if (!text || isRunning(current)) return;
+  takeText($("text").value);
+  if (turn?.request.text === text) say(turn); else send(text);
 }
 
 // -- drafts: the tab keeps the unsent text of each conversation --
@@ -493,7 +521,26 @@ function openDraft(id) {
   $("text").value = sessionStorage.getItem(`draft/${id}`) || "";
 }
 
-function busy(is) {
+// Remove this text from the message field.
+function takeText(text) {
+  if ($("text").value !== text) return;
+  $("text").value = "";
+  keepDraft();
+}
+
+// Make a text the draft of conversation `id`, unless there is another draft.
+function returnText(text, id) {
+  if (draftOf === id && !$("text").value) { $("text").value = text; keepDraft(); }
+  else if (draftOf !== id && !sessionStorage.getItem(`draft/${id}`)) sessionStorage.setItem(`draft/${id}`, text);
+}
+
+function focusText(id) {
+  const isElsewhere = document.activeElement.closest("nav, aside, dialog, .edit");
+  if (isWide() && (current === id || !current) && !isElsewhere) $("text").focus();
+}
+
+function drawComposer() {
+  const is = isRunning(current);
   $("send").hidden = is;
   $("stop").hidden = !is;
   $("log").setAttribute("aria-busy", String(is));
@@ -501,7 +548,7 @@ function busy(is) {
 }
 
 function idle() {
-  if (running) throw new Error("A reply is being written. Stop it first.");
+  if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
 }
 
 const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
@@ -529,7 +576,13 @@ async function edit(message, before, box) {
     event.preventDefault();
     const text = field.value.trim();
     if (!text) return;
-    try { idle(); await rewound(before); send(text); } catch (error) { problem(error); }
+    try {
+      idle();
+      const isNamed = conversations.get(current)?.metadata?.title === firstWords(message.content || "");
+      await rewound(before);
+      if (isNamed) await rename(current, firstWords(text));
+      send(text);
+    } catch (error) { problem(error); }
   };
   label.append(field);
   form.append(label, cancel, make("button", "primary", "Send"));
@@ -588,7 +641,7 @@ function drawSettings() {
   const used = [];
   if (settings.temperature !== undefined) used.push(`temperature ${settings.temperature}`);
   if (settings.length !== undefined) used.push(`at most ${counted(settings.length)}`);
-  const isNew = !current || (running?.id === current && running.isFresh);
+  const isNew = !current || turns.get(current)?.isFresh;
   if (isNew ? settings.system : messages.some(each => each.role === "ROLE_SYSTEM")) used.push("system prompt");
   const text = used.join(" · ");
   $("settings-used").textContent = text.charAt(0).toUpperCase() + text.slice(1);
@@ -710,7 +763,7 @@ async function describe() {
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
   $("server").replaceChildren(server.model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
   $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${server.model}`;
-  if (!current && !running) drawLog();
+  if (!current) drawLog();
 }
 
 // -- events --
@@ -724,7 +777,7 @@ const submitOnEnter = event => {
 $("form").onsubmit = event => { event.preventDefault(); sendComposed(); };
 $("text").onkeydown = submitOnEnter;
 $("text").oninput = () => keepDraft();
-$("stop").onclick = () => running && call("CancelTurn", { conversation_id: running.id, request_id: running.request.id }).catch(problem);
+$("stop").onclick = () => call("CancelTurn", { conversation_id: current, request_id: turns.get(current)?.request.id }).catch(problem);
 $("log").onscroll = noticeScroll;
 $("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log").focus(); };
 $("new").onclick = $("new-narrow").onclick = begin;
@@ -741,7 +794,10 @@ WIDE.onchange = ROOMY.onchange = drawShade;
 document.addEventListener("keydown", event => {
   if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open]")) return;
   if (!$("shade").hidden) closeDrawers();
-  else if (running) $("stop").click();
+  else if (isRunning(current)) $("stop").click();
+});
+addEventListener("pagehide", () => {  // an interrupted message becomes a draft
+  for (const [id, { isRunning, request }] of turns) if (!isRunning) returnText(request.text, id);
 });
 
 async function start() {

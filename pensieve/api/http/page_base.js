@@ -159,14 +159,19 @@ $("ask-no").onclick = () => $("ask").close("");
 
 // Show an error in the log, with a button if a retry may help.
 function problem(error, retry) {
+  const box = problemDrawn(wordsOf(error), retry);
+  $("log").append(box);
+  box.scrollIntoView({ block: "nearest" });
+}
+
+function problemDrawn(words, retry) {
   const box = make("div", "problem");
   box.setAttribute("role", "alert");
-  box.append(make("p", "", wordsOf(error)));
+  box.append(make("p", "", words));
   if (typeof retry === "function") {
     const button = make("button", "", "Try again");
     button.onclick = () => { box.remove(); retry(); };
     box.append(button);
   }
-  $("log").append(box);
-  box.scrollIntoView({ block: "nearest" });
+  return box;
 }

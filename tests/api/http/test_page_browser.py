@@ -402,8 +402,6 @@ def test_other_conversations_are_looked_at_while_one_streams(browser: Any, slow:
         expect(page.locator("article.reply .text")).not_to_be_empty()
         page.get_by_role("button", name="The quiet one.", exact=True).click()
         expect(page.locator("article.user .body")).to_have_text("The quiet one.")
-        act(page, "user", 0, "Edit message")
-        expect(page.get_by_role("alert")).to_contain_text("Stop it first")
         page.get_by_role("button", name="The endless one.", exact=True).click()
         expect(page.locator("article.user .body")).to_have_text("The endless one.")
         expect(page.locator("article.reply .text")).not_to_be_empty()
@@ -850,15 +848,52 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         page.route(SEND, lost)
         page.fill("#text", "Said once.")
         page.press("#text", "Enter")
-        expect(page.get_by_role("alert")).to_contain_text("The daemon does not answer")
-        expect(page.locator("#text")).to_have_value("Said once.")
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("Interrupted. The daemon does not answer")
+        assert told(page) == ["Said once."]
+        page.fill("#text", "The next one.")
         page.unroute(SEND)
         page.get_by_role("button", name="Try again").click()
         expect(page.locator("article.reply .cost")).to_be_visible()
         assert told(page) == ["Said once."]
         assert [each.content for each in history(slow, page)][0::2] == ["Said once."]
         expect(page.get_by_role("alert")).to_have_count(0)
-        expect(page.locator("#text")).to_have_value("")
+        expect(page.locator("#text")).to_have_value("The next one.")
+
+
+def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: HttpRig) -> None:
+    given(slow, "another one", ("Hm?", "", "Yes."))
+    half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
+    with opened(browser, slow, is_quiet=False) as page:
+        page.route(SEND, lambda route: route.fulfill(content_type="text/event-stream", body=half))
+        page.fill("#text", "A long\nquestion.")
+        page.press("#text", "Enter")
+        reply = page.locator("article.reply")
+        for _ in range(2):
+            expect(reply).to_contain_text("Half a reply")
+            expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+            expect(page.locator(".waiting, .running")).to_have_count(0)
+            assert told(page) == ["A long\nquestion."]
+            expect(named(page)).to_have_text("A long question.")
+            page.get_by_role("button", name="another one", exact=True).click()
+            expect(reply).to_have_text("ReplyYes.")
+            page.get_by_role("button", name="A long question.", exact=True).click()
+        expect(named(page)).to_have_text("A long question.")
+        page.reload()  # nothing of it is in the history
+        expect(named(page)).to_have_text("A long question.")
+        expect(page.locator(".welcome")).to_have_count(0)
+        expect(page.locator("#log")).to_contain_text("no messages yet")
+        expect(page.locator("#text")).to_have_value("A long\nquestion.")
+        page.press("#text", "Enter")
+        expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+        page.unroute(SEND)
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator(".cost")).to_be_visible()
+        assert told(page) == ["A long\nquestion."]
+        act(page, "user", 0, "Edit message")
+        page.get_by_label(EDIT).fill("A short question.")
+        page.keyboard.press("Enter")
+        expect(named(page)).to_have_text("A short question.")
 
 
 def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) -> None:
