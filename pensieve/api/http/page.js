@@ -230,7 +230,9 @@ async function show(id) {
     drawAll();
     $("log").scrollTop = $("log").scrollHeight;
     if (isWide()) $("text").focus();
-  } catch (error) { problem(error); }
+  } catch (error) {
+    if (opening === mine) { openDraft(current || ""); problem(error, () => show(id)); }
+  }
   if (opening === mine) opening = null;
 }
 

@@ -328,8 +328,11 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
         page.wait_for_timeout(200)
         held[0].abort()
         expect(page.locator(".problem")).to_be_visible()
-        expect(page.locator("#text")).to_have_value("Not for the first.")
+        expect(page.locator("#text")).to_have_value("")  # the shown conversation has no draft
         assert len(slow.rig.messages(first)) == 4
+        page.get_by_role("button", name="Try again").click()
+        expect(named(page)).to_have_attribute("data-id", second)
+        expect(page.locator("#text")).to_have_value("Not for the first.")
 
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
