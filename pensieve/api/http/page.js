@@ -387,7 +387,7 @@ async function say(turn) {
   turn.numAsked = numAsked(messages);
   turns.set(id, turn);
   if (!messages.length) $("log").replaceChildren();
-  for (const each of $("log").querySelectorAll(".problem")) each.remove();
+  for (const each of problems()) each.remove();
   $("log").append(...turn.boxes);
   $("log").scrollTop = $("log").scrollHeight;
   current = id;
@@ -741,6 +741,7 @@ async function connected() {
   }
   await load();
   $("banner").hidden = true;
+  for (const each of problems()) each.remove();
   if (wasLost) announce("Connected again");
   const id = linked;
   linked = "";

@@ -157,9 +157,13 @@ function ask({ title, note = "", label = "", value = "", yes, isSecret = false, 
 
 $("ask-no").onclick = () => $("ask").close("");
 
-// Show an error in the log, with a button if a retry may help.
+const problems = () => document.querySelectorAll("#log > .problem");
+
+// Show an error in the log, with a button if a retry may help. It replaces an earlier error with the same words.
 function problem(error, retry) {
   const box = problemDrawn(wordsOf(error), retry);
+  for (const each of problems()) if (each.firstChild.textContent === box.firstChild.textContent) each.remove();
+  box.append(iconButton("close", "Dismiss", () => box.remove()));
   $("log").append(box);
   box.scrollIntoView({ block: "nearest" });
 }

@@ -794,7 +794,8 @@ def test_a_refused_first_message_leaves_no_conversation(browser: Any, tiny: Http
             expect(alert).to_have_text(
                 re.compile(r"^This turn .* 1,2\d\d tokens .*\. Shorten the message\.$")
             )
-            expect(alert.get_by_role("button")).to_have_count(0)  # the same text cannot fit later
+            again = alert.get_by_role("button", name="Try again")
+            expect(again).to_have_count(0)  # the same text cannot fit later
             expect(page.locator("#send")).to_be_visible()
             expect(page.locator("#text")).to_have_value(text.strip())
             expect(named(page)).to_have_count(0)
@@ -862,6 +863,25 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         assert [each.content for each in history(slow, page)][0::2] == ["Said once."]
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(page.locator("#text")).to_have_value("The next one.")
+
+
+def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
+    given(slow, "unreachable 1", ("Hm?", "", "Yes."))
+    given(slow, "unreachable 2", ("Hm?", "", "Yes."))
+    with opened(browser, slow, is_quiet=False) as page:
+        page.route(MESSAGES, lambda route: route.abort())
+        alert = page.get_by_role("alert")
+        for title in ("unreachable 1", "unreachable 2"):
+            page.get_by_role("button", name=title, exact=True).click()
+            expect(alert).to_be_visible()
+        page.wait_for_timeout(300)
+        expect(alert).to_have_count(1)
+        page.unroute(MESSAGES)
+        page.evaluate(RECONNECT)
+        expect(alert).to_have_count(0)
+        page.evaluate("problem(new Lost())")
+        alert.get_by_role("button", name="Dismiss").click()
+        expect(alert).to_have_count(0)
 
 
 def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: HttpRig) -> None:
