@@ -3,6 +3,7 @@
 const PAGE_SIZE = 200;  // conversations
 const SEARCHED_MAX = 200_000;  // characters of a conversation that are searched
 const SEARCHES = 4;  // conversations that are loaded at the same time
+const REPLIES_MAX = 4;  // replies at the same time: each takes one of the six connections of a browser to a host
 const TITLE_MAX = 80;  // characters
 const EXCERPT = 20;  // characters of an excerpt before the match
 const EXAMPLES = [
@@ -93,13 +94,14 @@ function drawList() {
 }
 
 function rowDrawn(id) {
-  const li = make("li", id === current ? "current" : ""), title = titleOf(id), open = make("button", "open");
+  const li = make("li", `${id === current ? "current" : ""}${isRunning(id) ? " runs" : ""}`), title = titleOf(id), open = make("button", "open");
   li.dataset.id = open.dataset.id = id;
   open.title = title;
   const at = results ? title.toLowerCase().indexOf(wanted) : -1;
   open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, Infinity)));
   if (results?.get(id)) open.append(markedDrawn("note", results.get(id)));
   open.setAttribute("aria-current", String(id === current));
+  if (isRunning(id)) open.append(make("span", "hidden", ", a reply is being written"));
   open.onclick = () => show(id);
   li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)));
   return li;
@@ -372,7 +374,6 @@ function waitingDrawn() {
 
 // Send a message to the current conversation, or to a new one.
 function send(text) {
-  if (isRunning(current)) return;
   const request = { id: crypto.randomUUID(), text, sampling: samplingSet() };
   say({ id: current || `page-${crypto.randomUUID()}`, request, isFresh: !current, title: firstWords(text) });
 }
@@ -500,7 +501,8 @@ async function fail(turn, error) {
 async function sendComposed() {
   while (opening) try { await opening; } catch { return; }  // the message is for the conversation that is being opened
   const text = $("text").value.trim(), turn = turns.get(current);
-  if (!text || isRunning(current)) return;
+  if (!text) return;
+  try { idle(); } catch (error) { problem(error); return; }
   takeText($("text").value);
   if (turn?.request.text === text) say(turn); else send(text);
 }
@@ -549,8 +551,10 @@ function drawComposer() {
   $("keys").textContent = is ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
 }
 
+// Raise an error if no message can be sent now.
 function idle() {
   if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
+  if ([...turns.keys()].filter(isRunning).length >= REPLIES_MAX) throw new Error(`${REPLIES_MAX} replies are being written. Wait for one of them, or stop it.`);
 }
 
 const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;

@@ -395,22 +395,49 @@ def test_a_reply_streams_and_is_stopped(browser: Any, slow: HttpRig) -> None:
             assert kept[-1].content.strip().startswith(early[:20])
 
 
-def test_other_conversations_are_looked_at_while_one_streams(browser: Any, slow: HttpRig) -> None:
+def test_several_conversations_stream_at_the_same_time(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow) as page:
+        reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
+
+        def pick(title: str) -> None:
+            page.locator("#list .open", has_text=title).click()
+            expect(page.locator("article.user .body").first).to_have_text(title)
+
         say(page, "The quiet one.")
         endless(page)
-        page.click("#new")
-        page.fill("#text", "The endless one.")
+        for number in range(4):
+            page.click("#new")
+            expect(page.locator("#stop")).to_be_hidden()
+            page.fill("#text", f"Endless {number}.")
+            page.press("#text", "Enter")
+            expect(reply).not_to_be_empty()
+            expect(page.locator("#keys")).to_contain_text("Escape")
+        expect(runs).to_have_count(4)
+        expect(runs.first).to_contain_text("a reply is being written")
+        pick("The quiet one.")
+        expect(page.locator("#stop")).to_be_hidden()
+        expect(page.locator("#keys")).not_to_contain_text("Escape")
+        page.keyboard.press("Escape")
+        page.fill("#text", "One too many.")
         page.press("#text", "Enter")
-        expect(page.locator("article.reply .text")).not_to_be_empty()
-        page.get_by_role("button", name="The quiet one.", exact=True).click()
-        expect(page.locator("article.user .body")).to_have_text("The quiet one.")
-        page.get_by_role("button", name="The endless one.", exact=True).click()
-        expect(page.locator("article.user .body")).to_have_text("The endless one.")
-        expect(page.locator("article.reply .text")).not_to_be_empty()
-        page.click("#stop")
+        expect(page.get_by_role("alert")).to_contain_text("4 replies are being written")
+        expect(page.locator("#text")).to_have_value("One too many.")
+        expect(runs).to_have_count(4)
+        for number in range(3):
+            pick(f"Endless {number}.")
+            expect(reply).not_to_be_empty()
+            page.click("#stop")
+            expect(page.locator("#send")).to_be_visible()
+            expect(runs).to_have_count(3 - number)
+        pick("The quiet one.")
+        page.unroute(SEND)
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
+        pick("Endless 3.")
+        page.keyboard.press("Escape")
         expect(page.locator("#send")).to_be_visible()
-        assert told(page) == ["The endless one."]
+        expect(runs).to_have_count(0)
+        assert told(page) == ["Endless 3."]
     assert slow.rig.num_live == 0
 
 
