@@ -98,11 +98,11 @@ function rowDrawn(id) {
   li.dataset.id = open.dataset.id = id;
   open.title = title;
   const at = results ? title.toLowerCase().indexOf(wanted) : -1;
-  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, Infinity)));
+  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length)));
   if (results?.get(id)) open.append(markedDrawn("note", results.get(id)));
   open.setAttribute("aria-current", String(id === current));
   if (isRunning(id)) open.append(make("span", "hidden", ", a reply is being written"));
-  open.onclick = () => show(id);
+  open.onclick = () => show(id, results?.get(id) ? wanted : "");
   li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)));
   return li;
 }
@@ -147,7 +147,7 @@ async function search() {
   searching = new AbortController();
   const { signal } = searching;
   results = wanted ? new Map() : null;
-  if (!wanted) { $("found").textContent = ""; drawList(); return; }
+  if (!wanted) { $("found").textContent = ""; CSS.highlights?.delete("found"); drawList(); return; }
   const ids = [...conversations.keys()], others = ids.filter(id => !titleOf(id).toLowerCase().includes(wanted));
   for (const id of ids) if (!others.includes(id)) results.set(id, "");
   $("found").textContent = "Searching messages …";
@@ -200,6 +200,30 @@ function markedDrawn(cls, { before, found, after }) {
   return line;
 }
 
+function showMatch(words) {
+  const has = text => text.replace(/\s+/g, " ").toLowerCase().includes(words);
+  const box = $("log").children[messages.findIndex(each => each.role !== "ROLE_SYSTEM" && has(each.content || ""))];
+  if (!box) return;
+  const range = rangeOf(box.querySelector(".body") || box, words);
+  range.startContainer.parentElement.closest("details")?.setAttribute("open", "");
+  CSS.highlights?.set("found", new Highlight(range));
+  $("log").scrollTop += range.getBoundingClientRect().top - $("log").getBoundingClientRect().top - $("log").clientHeight / 3;
+}
+
+// Return the range of these words in a message. If Markdown has changed them, return the range of the message.
+function rangeOf(box, words) {
+  const walker = document.createTreeWalker(box, NodeFilter.SHOW_TEXT), nodes = [], range = new Range();
+  let text = "";
+  range.selectNodeContents(box);
+  for (; walker.nextNode(); text += walker.currentNode.data) nodes.push({ node: walker.currentNode, from: text.length });
+  const at = text.replace(/\s/g, " ").toLowerCase().indexOf(words), end = at + words.length;
+  if (at < 0) return range;
+  const first = nodes.findLast(each => each.from <= at), last = nodes.findLast(each => each.from < end);
+  range.setStart(first.node, at - first.from);
+  range.setEnd(last.node, Math.min(end - last.from, last.node.length));
+  return range;
+}
+
 // -- the messages of a conversation --
 
 function begin() {
@@ -217,13 +241,14 @@ async function messagesOf(id) {
   return found;
 }
 
-async function show(id) {
+// Show a conversation: its end, or the first message that contains `words`, which are in lower case.
+async function show(id, words = "") {
   const mine = opening = messagesOf(id), turn = turns.get(id);
   openDraft(id);
   try {
     const found = await mine;
     if (opening !== mine) return;  // another conversation was selected meanwhile
-    if (turn && !turns.has(id)) return show(id);  // its reply was completed meanwhile
+    if (turn && !turns.has(id)) return show(id, words);  // its reply was completed meanwhile
     if (turn && !turn.isRunning && numAsked(found) > turn.numAsked) turns.delete(id);  // the daemon has kept the turn
     messages = found;
     current = id;
@@ -231,9 +256,10 @@ async function show(id) {
     openDraft(id);
     drawAll();
     $("log").scrollTop = $("log").scrollHeight;
+    if (words) showMatch(words);
     if (isWide()) $("text").focus();
   } catch (error) {
-    if (opening === mine) { openDraft(current || ""); problem(error, () => show(id)); }
+    if (opening === mine) { openDraft(current || ""); problem(error, () => show(id, words)); }
   }
   if (opening === mine) opening = null;
 }

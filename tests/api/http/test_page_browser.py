@@ -686,6 +686,10 @@ def test_the_list_has_titles_and_days_of_all_conversations(browser: Any, slow: H
 def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
     given(slow, "Botany", ("Hm?", "", "The *Quercus* is an oak."))
     given(slow, "An oak chest", ("Hm?", "", "Of wood."))
+    hay = [("Hm?", "", f"Hay. {LONG}") for _ in range(8)]
+    hay[3] = ("Hm?", "", f"{LONG}\n\nHere is *the* needle. {LONG}")
+    given(slow, "Haystack", *hay)
+    given(slow, f"A title that has many words before the end {'and more ' * 3}", *hay[:1])
     with opened(browser, slow) as page:
         rows, found = page.locator("#list .open"), page.locator("#found")
         page.fill("#search", "OAK")
@@ -696,6 +700,21 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         expect(rows).to_have_count(1)
         rows.first.click()
         expect(page.locator("article.reply")).to_contain_text("Quercus")
+        page.fill("#search", "the* needle")
+        rows.first.click()
+        expect(page.locator("#title")).to_have_text("Haystack")
+        match = page.locator("article.reply").nth(3)
+        expect(match).to_be_in_viewport()
+        expect(page.locator("article").last).not_to_be_in_viewport()
+        marked = "[...CSS.highlights.get('found')].map(each => each.toString())"
+        assert "Here is the needle." in page.evaluate(marked)[0]
+        page.fill("#search", "cat walks")
+        rows.filter(has_text="Haystack").click()
+        page.wait_for_function(f"{marked} == 'cat walks'")
+        page.fill("#search", "the end")
+        row = rows.filter(has_text="the end")
+        mark, box = row.locator("mark").bounding_box(), row.bounding_box()
+        assert mark["x"] + mark["width"] < box["x"] + box["width"]
         page.fill("#search", "no such word")
         expect(found).to_have_text("0 conversations found.")
         expect(rows).to_have_count(0)
