@@ -794,8 +794,10 @@ function drawBanner(text, isBad = false) {
 async function describe() {
   ({ server } = await call("GetServerInfo", {}));
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
-  $("server").replaceChildren(server.model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
-  $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${server.model}`;
+  const model = server.model.split("/").at(-1);  // of a path or of a name at the hub
+  $("server").title = server.model;
+  $("server").replaceChildren(model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
+  $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${model}`;
   if (!current) drawLog();
 }
 

@@ -757,6 +757,23 @@ def test_the_examples_are_for_the_model(browser: Any, tiny: HttpRig, slow: HttpR
             expect(page.locator("article.reply .text")).to_contain_text(reply)
 
 
+def test_a_long_name_of_a_model_takes_one_line(browser: Any, slow: HttpRig) -> None:
+    def change(route: Any) -> None:
+        found = route.fetch()
+        value = found.json()
+        value["server"]["model"] = "/models/organisation/a-name-" + "that-is-long-" * 6
+        route.fulfill(response=found, json=value)
+
+    with opened(browser, slow, PHONE) as page:
+        field = page.locator("#text")
+        expect(field).to_have_attribute("placeholder", re.compile("^Message "))
+        height = field.bounding_box()["height"]
+        page.route("**/GetServerInfo", change)
+        page.reload()
+        expect(field).to_have_attribute("placeholder", re.compile("^Message a-name-that"))
+        assert field.bounding_box()["height"] == height
+
+
 def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow) as page:
         example = page.locator(".examples button").first
