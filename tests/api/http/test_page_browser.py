@@ -157,11 +157,13 @@ def told(page: Any) -> list[str]:
 def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
     with opened(browser, tiny) as page:
         cost = say(page, "My name is Ada.")
-        assert cost.startswith("First turn: nothing to save yet")
+        assert cost.startswith("First turn: nothing was in memory yet")
         expect(named(page)).to_have_text("My name is Ada.")
         first = history(tiny, page)
         expect(page.locator("article.reply .body").first).to_contain_text(first[1].content.strip())
-        assert re.match(r"Saved [1-9]\d*\s% of the prompt", say(page, "What is my name?"))
+        assert re.match(
+            r"[1-9]\d*\s% of the prompt came from memory", say(page, "What is my name?")
+        )
         assert told(page) == ["My name is Ada.", "What is my name?"]
 
         act(page, "user", 1, "Edit message")
@@ -794,7 +796,7 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         expect(headline).to_have_text(re.compile(r"100\s% is in memory"))
         page.click("#new")
         say(page, "My name is Ada.")
-        expect(headline).to_have_text("First turn: nothing to save yet")
+        expect(headline).to_have_text("First turn: nothing was in memory yet")
         with page.expect_response(SEND) as answered:
             say(page, "What is my name?")
         events = [
@@ -804,8 +806,16 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         cached = int(usage["device_tokens"]) + int(usage.get("host_tokens", 0))
         percent = 100 * cached // int(usage["prompt_tokens"])
         assert 0 < percent < 100
-        expect(headline).to_have_text(re.compile(rf"Saved {percent}\s% of the prompt"))
-        expect(page.locator("#saved")).to_contain_text(f"{cached} tokens of the prompt came from")
+        expect(headline).to_have_text(re.compile(rf"^{percent}\s% of the prompt came"))
+        expect(page.locator("#saved")).to_contain_text(
+            f"{cached} of {usage['prompt_tokens']} tokens"
+        )
+        endless(page)
+        page.fill("#text", "And now?")
+        page.press("#text", "Enter")
+        expect(page.locator("#saved")).to_contain_text("Previous reply")
+        page.click("#stop")
+        expect(page.locator("#saved")).not_to_contain_text("Previous reply")
         toggle = page.get_by_role("button", name="Memory", exact=True)
         expect(toggle).to_have_attribute("aria-expanded", "true")
         page.get_by_role("button", name="Close memory").click()
