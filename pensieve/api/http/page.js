@@ -639,7 +639,7 @@ async function replyAgain(message, before) {
 }
 
 async function fork(at) {
-  const metadata = { ...conversations.get(current)?.metadata, title: `Fork of ${titleOf(current)}` };
+  const metadata = { ...conversations.get(current)?.metadata, title: `Fork of ${titleOf(current).replace(/^(Fork of )+/, "")}` };
   const { conversation } = await call("ForkConversation", { conversation_id: current, at_revision: at, metadata });
   await refresh(conversation.conversation_id);
   await show(conversation.conversation_id);
