@@ -98,12 +98,16 @@ function rowDrawn(id) {
   li.dataset.id = open.dataset.id = id;
   open.title = title;
   const at = results ? title.toLowerCase().indexOf(wanted) : -1;
-  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length)));
+  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, EXCERPT / 2)));
   if (results?.get(id)) open.append(markedDrawn("note", results.get(id)));
   open.setAttribute("aria-current", String(id === current));
   if (isRunning(id)) open.append(make("span", "hidden", ", a reply is being written"));
   open.onclick = () => show(id, results?.get(id) ? wanted : "");
-  li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)));
+  const dots = iconButton("dots", `More for ${title}`, () => openMenu(dots, [
+    ["edit", "Rename", () => askName(id)], ["trash", "Delete", () => askDelete(id)],
+  ]));
+  dots.classList.add("dots");  // for touch screens, instead of the other two
+  li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)), dots);
   return li;
 }
 
@@ -820,6 +824,9 @@ $("search").oninput = search;
 $("more").onclick = () => load(true).catch(problem);
 $("export").onclick = exportShown;
 $("settings-open").onclick = $("settings-used").onclick = openSettings;
+$("menu-open").onclick = () => openMenu($("menu-open"), [
+  ...(messages.length ? [["export", "Export conversation", exportShown]] : []), ["settings", "Settings", openSettings],
+]);
 $("sidebar-open").onclick = () => openSidebar(true);
 $("sidebar-close").onclick = () => openSidebar(false);
 $("memory-open").onclick = () => toggleMemory($("memory").hidden);
@@ -827,7 +834,7 @@ $("memory-close").onclick = () => toggleMemory(false);
 $("shade").onclick = closeDrawers;
 WIDE.onchange = ROOMY.onchange = drawShade;
 document.addEventListener("keydown", event => {
-  if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open]")) return;
+  if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open], :popover-open")) return;
   if (!$("shade").hidden) closeDrawers();
   else if (isRunning(current)) $("stop").click();
 });

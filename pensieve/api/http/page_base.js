@@ -30,6 +30,21 @@ function iconButton(name, label, act) {
   return button;
 }
 
+// Open a menu at a button. An item is [icon, label, function].
+function openMenu(opener, items) {
+  const menu = $("menu"), { bottom, right } = opener.getBoundingClientRect();
+  menu.replaceChildren(...items.map(([name, label, act]) => {
+    const button = make("button", "quiet", label);
+    button.prepend(icon(name));
+    button.onclick = () => { menu.hidePopover(); Promise.resolve().then(act).catch(problem); };
+    return button;
+  }));
+  menu.showPopover();
+  menu.style.top = `${Math.min(bottom, innerHeight - menu.offsetHeight - 8)}px`;
+  menu.style.right = `${document.documentElement.clientWidth - right}px`;
+  menu.firstChild.focus();
+}
+
 function setIcon(button, name) { button.querySelector("use").setAttribute("href", `#i-${name}`); }
 
 // Have screen readers read a text. It is cleared first, so that they read the same text again.

@@ -1090,7 +1090,7 @@ def rules_broken(page: Any) -> list[str]:
 
 
 def drawer(page: Any, name: str) -> None:
-    """In a narrow window, open the drawer with this name."""
+    """In a narrow window, open the drawer or the menu with this name."""
     if page.viewport_size["width"] == PHONE[0]:
         page.get_by_role("button", name=name, exact=True).click()
 
@@ -1114,6 +1114,8 @@ def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], s
         assert rules_broken(page) == []
         page.keyboard.press("Escape")
         page.evaluate("disconnected(new Lost()); problem(new Lost(), () => {})")
+        assert rules_broken(page) == []
+        drawer(page, "More")
         assert rules_broken(page) == []
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Maximum length of a reply").fill("50")
@@ -1181,3 +1183,34 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
         page.get_by_role("button", name="New conversation", exact=True).click()
         expect(page.locator(".examples")).to_be_visible()
         assert told(page) == []
+
+
+def test_a_touch_screen_has_menus_and_large_buttons(browser: Any, slow: HttpRig) -> None:
+    given(slow, "touched", ("Hm?", "", CODE))
+    given(slow, "not touched", ("Hm?", "", CODE))
+    touch: dict[str, Any] = {"has_touch": True, "is_mobile": True}
+    small = """() => [...document.querySelectorAll("button, summary")]
+        .filter(each => each.checkVisibility() && !each.closest(".examples"))
+        .filter(each => Math.min(each.offsetWidth, each.offsetHeight) < 44).map(each => each.outerHTML)"""
+    with opened(browser, slow, PHONE, **touch) as page:
+        more = page.get_by_role("button", name="More", exact=True)
+        more.tap()
+        expect(page.locator("#menu button")).to_have_text(["Settings"])
+        page.keyboard.press("Escape")
+        expect(page.locator("#menu")).to_be_hidden()
+        page.locator("#sidebar-open").tap()
+        assert page.evaluate(small) == []
+        page.get_by_role("button", name="More for not touched").tap()
+        page.get_by_role("button", name="Rename", exact=True).tap()
+        answer(page, "renamed")
+        page.get_by_role("button", name="More for renamed").tap()
+        page.get_by_role("button", name="Delete", exact=True).tap()
+        page.click("#ask-yes")
+        expect(page.locator("#list .open", has_text="renamed")).to_have_count(0)
+        page.get_by_role("button", name="touched", exact=True).tap()
+        expect(page.locator("article.reply")).to_be_visible()
+        assert page.evaluate(small) == []
+        more.tap()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export conversation").tap()
+        assert download.value.suggested_filename == "touched.jsonl"
