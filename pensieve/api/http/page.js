@@ -722,8 +722,8 @@ function saveSettings() {
 
 // -- sidebar and memory drawer --
 
-// In a wide window, the sidebar is beside the chat; in a roomy one, the memory drawer is, too.
-const WIDE = matchMedia("(min-width: 62.01rem)"), ROOMY = matchMedia("(min-width: 75.01rem)");
+// In a wide window, the sidebar is beside the chat; in a roomy one, the memory drawer is, too. In a spacious one, it opens by itself.
+const WIDE = matchMedia("(min-width: 62.01rem)"), ROOMY = matchMedia("(min-width: 75.01rem)"), SPACIOUS = matchMedia("(min-width: 90rem)");
 const isWide = () => WIDE.matches;
 
 function openSidebar(is) {
@@ -844,7 +844,7 @@ addEventListener("pagehide", () => {  // an interrupted message becomes a draft
 
 async function start() {
   drawSettings();
-  openMemory(ROOMY.matches && localStorage.getItem("memory") !== "closed");
+  openMemory(ROOMY.matches && (localStorage.getItem("memory") || (SPACIOUS.matches ? "open" : "")) === "open");
   begin();
   openDraft(linked);
   try { await connected(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.needs("browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 expect = sync_api.expect
 
-WIDE, PHONE = (1280, 800), (390, 800)
+WIDE, PHONE = (1440, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}
 BUILTIN = model_name("")
 LONG = "The grey cat walks along the river and looks at the boats. " * 3
@@ -827,6 +827,19 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         page.reload()
         expect(page.locator("#memory")).to_be_hidden()
         toggle.click()
+        expect(page.locator("#memory")).to_be_visible()
+
+
+def test_the_drawer_opens_by_itself_in_a_spacious_window(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, (1280, 800)) as page:
+        drawer = page.locator("#memory")
+        expect(page.locator(".examples")).to_be_visible()
+        expect(drawer).to_be_hidden()
+        page.get_by_role("button", name="Memory", exact=True).click()
+        expect(drawer).to_be_visible()
+        page.reload()
+        expect(drawer).to_be_visible()  # the browser keeps the choice
+    with opened(browser, slow) as page:
         expect(page.locator("#memory")).to_be_visible()
 
 
