@@ -507,6 +507,11 @@ async function finish({ id, boxes, isFresh }) {
 async function fail(turn, error) {
   const { id, request, boxes, reply } = turn, isTooLong = error.code === "context_length_exceeded";
   const isRefused = error.status >= 400 || isTooLong || !conversations.has(id), title = titleOf(id), isShown = current === id;
+  const again = () => {
+    idle();
+    takeText(request.text);
+    say({ ...turn, request: { ...request, id: crypto.randomUUID() } });
+  };
   if (isRefused) {
     turns.delete(id);
     if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
@@ -517,11 +522,11 @@ async function fail(turn, error) {
     reply.isRunning = false;
     boxes[1].classList.remove("running");
     fill(boxes[1].querySelector(".body"), reply);
-    boxes[1].append(problemDrawn(`Interrupted. ${wordsOf(error, id)}`, () => say(turn)));
+    boxes[1].append(problemDrawn(`Interrupted. ${wordsOf(error, id)}`, () => { idle(); say(turn); }));
     drawAround();
   }
   if (!isShown) problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
-  else if (isRefused) problem(error, isTooLong ? null : () => { takeText(request.text); say(turn); });
+  else if (isRefused) problem(error, isTooLong ? null : again);
   else boxes[1].scrollIntoView({ block: "nearest" });
   announce("");
   focusText(id);

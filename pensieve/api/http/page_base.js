@@ -189,7 +189,7 @@ function problemDrawn(words, retry) {
   box.append(make("p", "", words));
   if (typeof retry === "function") {
     const button = make("button", "", "Try again");
-    button.onclick = () => { box.remove(); retry(); };
+    button.onclick = () => Promise.resolve().then(retry).then(() => box.remove(), problem);
     box.append(button);
   }
   return box;

@@ -954,6 +954,33 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         expect(page.locator("#text")).to_have_value("The next one.")
 
 
+def test_a_retry_sends_the_refused_message(browser: Any, slow: HttpRig) -> None:
+    """The retry does not send the text that the message field contains by then."""
+    refusal = {"error": {"message": "the daemon is busy", "code": "unavailable"}}
+    sent = []
+
+    def refuse(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data)["request_id"])
+        route.fulfill(status=503, json=refusal)
+
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "Hello.")
+        page.route(SEND, refuse)
+        page.fill("#text", "Refused at first.")
+        page.press("#text", "Enter")
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("the daemon is busy", ignore_case=True)
+        expect(page.locator("#text")).to_have_value("Refused at first.")
+        page.fill("#text", "Something else.")
+        page.unroute(SEND)
+        with page.expect_request(SEND) as again:
+            page.get_by_role("button", name="Try again").click()
+        assert json.loads(again.value.post_data)["request_id"] not in sent
+        expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
+        assert told(page) == ["Hello.", "Refused at first."]
+        expect(page.locator("#text")).to_have_value("Something else.")
+
+
 def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
     given(slow, "unreachable 1", ("Hm?", "", "Yes."))
     given(slow, "unreachable 2", ("Hm?", "", "Yes."))
