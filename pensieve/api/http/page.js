@@ -794,7 +794,7 @@ function disconnected(error) {
 
 function drawBanner(text, isBad = false) {
   const isAtEnd = atEnd();
-  $("banner").textContent = text;
+  if ($("banner").textContent !== text) $("banner").textContent = text;  // screen readers read each change
   $("banner").classList.toggle("bad", isBad);
   $("banner").hidden = false;
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
