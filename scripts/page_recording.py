@@ -155,6 +155,7 @@ def opened(browser: Any, url: str, viewport: Any) -> Any:
     """Open the page with the temperature 0, so that each recording has the same replies."""
     page = browser.new_page(viewport=viewport, color_scheme="light")
     page.add_init_script("localStorage.setItem('settings', '{\"temperature\": 0}')")
+    page.add_init_script("localStorage.setItem('memory', 'open')")
     page.goto(url)
     return page
 

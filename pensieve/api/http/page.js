@@ -3,6 +3,7 @@
 const PAGE_SIZE = 200;  // conversations
 const SEARCHED_MAX = 200_000;  // characters of a conversation that are searched
 const SEARCHES = 4;  // conversations that are loaded at the same time
+const REPLIES_MAX = 4;  // replies at the same time: each takes one of the six connections of a browser to a host
 const TITLE_MAX = 80;  // characters
 const EXCERPT = 20;  // characters of an excerpt before the match
 const EXAMPLES = [
@@ -26,13 +27,17 @@ const ENDINGS = {
 };
 const conversations = new Map();  // as the daemon lists them, by id
 const costs = new Map();  // usage of the replies that this page has received, by conversation and revision
-let current = null, opening = null, running = null, failed = null, messages = [], nextPage = "", server = {};
+const turns = new Map();  // this page's turns that run or were interrupted, by conversation
+let current = null, opening = null, messages = [], nextPage = "", server = {};
+let isListed = false;  // whether the list of conversations was loaded
+let linked = decodeURIComponent(location.hash.slice(1));  // the conversation in the page's address, until it is shown
 
 // -- the list of conversations --
 
 async function load(more = false) {
   const found = await call("ListConversations", { page_size: PAGE_SIZE, page_token: more ? nextPage : "" });
   if (!more) conversations.clear();
+  isListed = true;
   nextPage = found.next_page_token || "";
   $("more").hidden = !nextPage;
   for (const each of found.conversations || []) conversations.set(each.conversation_id, each);
@@ -47,7 +52,15 @@ async function refresh(id) {
   drawHeading();
 }
 
-const titleOf = id => conversations.get(id)?.title || (id === running?.id && running.title) || (id.startsWith("page-") ? "New conversation" : id);
+const titleOf = id => conversations.get(id)?.title || turns.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
+const isRunning = id => Boolean(turns.get(id)?.isRunning);
+const numAsked = found => found.filter(each => each.role === "ROLE_USER").length;
+
+// Return the title of a conversation that begins with this text.
+function firstWords(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  return line.length <= TITLE_MAX ? line : `${line.slice(0, TITLE_MAX - 1).replace(/\s\S*$/, "")}…`;
+}
 
 async function rename(id, title) {
   const metadata = { ...conversations.get(id)?.metadata, title }, headers = { "content-type": "application/json" };
@@ -76,20 +89,25 @@ function drawList() {
     group.append(head, rows);
     return group;
   }));
-  if (!conversations.size) $("list").append(make("p", "note empty", "Your conversations will be listed here."));
+  if (!conversations.size) $("list").append(make("p", "note empty", isListed ? "Your conversations will be listed here." : "Loading conversations …"));
   if (focused) focusRow(focused.dataset.id, place);
 }
 
 function rowDrawn(id) {
-  const li = make("li", id === current ? "current" : ""), title = titleOf(id), open = make("button", "open");
+  const li = make("li", `${id === current ? "current" : ""}${isRunning(id) ? " runs" : ""}`), title = titleOf(id), open = make("button", "open");
   li.dataset.id = open.dataset.id = id;
   open.title = title;
   const at = results ? title.toLowerCase().indexOf(wanted) : -1;
-  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, Infinity)));
+  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, EXCERPT / 2)));
   if (results?.get(id)) open.append(markedDrawn("note", results.get(id)));
   open.setAttribute("aria-current", String(id === current));
-  open.onclick = () => show(id);
-  li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)));
+  if (isRunning(id)) open.append(make("span", "hidden", ", a reply is being written"));
+  open.onclick = () => show(id, results?.get(id) ? wanted : "");
+  const dots = iconButton("dots", `More for ${title}`, () => openMenu(dots, [
+    ["edit", "Rename", () => askName(id)], ["trash", "Delete", () => askDelete(id)],
+  ]));
+  dots.classList.add("dots");  // for touch screens, instead of the other two
+  li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)), dots);
   return li;
 }
 
@@ -106,6 +124,7 @@ async function askDelete(id) {
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
   await call("DeleteConversation", { conversation_id: id });
   conversations.delete(id);
+  turns.delete(id);
   sessionStorage.removeItem(`draft/${id}`);
   if (current === id) begin(); else { drawList(); focusRow(near); }
   announce("Conversation deleted");
@@ -132,7 +151,7 @@ async function search() {
   searching = new AbortController();
   const { signal } = searching;
   results = wanted ? new Map() : null;
-  if (!wanted) { $("found").textContent = ""; drawList(); return; }
+  if (!wanted) { $("found").textContent = ""; CSS.highlights?.delete("found"); drawList(); return; }
   const ids = [...conversations.keys()], others = ids.filter(id => !titleOf(id).toLowerCase().includes(wanted));
   for (const id of ids) if (!others.includes(id)) results.set(id, "");
   $("found").textContent = "Searching messages …";
@@ -185,6 +204,30 @@ function markedDrawn(cls, { before, found, after }) {
   return line;
 }
 
+function showMatch(words) {
+  const has = text => text.replace(/\s+/g, " ").toLowerCase().includes(words);
+  const box = $("log").children[messages.findIndex(each => each.role !== "ROLE_SYSTEM" && has(each.content || ""))];
+  if (!box) return;
+  const range = rangeOf(box.querySelector(".body") || box, words);
+  range.startContainer.parentElement.closest("details")?.setAttribute("open", "");
+  CSS.highlights?.set("found", new Highlight(range));
+  $("log").scrollTop += range.getBoundingClientRect().top - $("log").getBoundingClientRect().top - $("log").clientHeight / 3;
+}
+
+// Return the range of these words in a message. If Markdown has changed them, return the range of the message.
+function rangeOf(box, words) {
+  const walker = document.createTreeWalker(box, NodeFilter.SHOW_TEXT), nodes = [], range = new Range();
+  let text = "";
+  range.selectNodeContents(box);
+  for (; walker.nextNode(); text += walker.currentNode.data) nodes.push({ node: walker.currentNode, from: text.length });
+  const at = text.replace(/\s/g, " ").toLowerCase().indexOf(words), end = at + words.length;
+  if (at < 0) return range;
+  const first = nodes.findLast(each => each.from <= at), last = nodes.findLast(each => each.from < end);
+  range.setStart(first.node, at - first.from);
+  range.setEnd(last.node, Math.min(end - last.from, last.node.length));
+  return range;
+}
+
 // -- the messages of a conversation --
 
 function begin() {
@@ -202,20 +245,26 @@ async function messagesOf(id) {
   return found;
 }
 
-async function show(id) {
-  const mine = opening = messagesOf(id);
+// Show a conversation: its end, or the first message that contains `words`, which are in lower case.
+async function show(id, words = "") {
+  const mine = opening = messagesOf(id), turn = turns.get(id);
   openDraft(id);
   try {
     const found = await mine;
     if (opening !== mine) return;  // another conversation was selected meanwhile
+    if (turn && !turns.has(id)) return show(id, words);  // its reply was completed meanwhile
+    if (turn && !turn.isRunning && numAsked(found) > turn.numAsked) turns.delete(id);  // the daemon has kept the turn
     messages = found;
     current = id;
     openSidebar(false);
     openDraft(id);
     drawAll();
     $("log").scrollTop = $("log").scrollHeight;
+    if (words) showMatch(words);
     if (isWide()) $("text").focus();
-  } catch (error) { problem(error); }
+  } catch (error) {
+    if (opening === mine) { openDraft(current || ""); problem(error, () => show(id, words)); }
+  }
   if (opening === mine) opening = null;
 }
 
@@ -226,11 +275,12 @@ function drawAll() {
 
 function drawAround() {  // everything except the messages
   drawHeading();
+  drawComposer();
   drawList();
   drawSaved();
   drawSettings();
   for (const each of $("strips").children) each.classList.toggle("current", each.dataset.id === current);
-  history.replaceState(null, "", current ? `#${encodeURIComponent(current)}` : location.pathname);
+  if (!linked) history.replaceState(null, "", current ? `#${encodeURIComponent(current)}` : location.pathname);
 }
 
 function drawHeading() {
@@ -243,8 +293,8 @@ function drawHeading() {
 function drawLog() {
   const log = $("log");
   log.replaceChildren(...messages.map(messageDrawn));
-  if (running && running.id === current) log.append(...running.boxes);
-  if (!log.children.length) log.append(welcomeDrawn());
+  log.append(...(turns.get(current)?.boxes || []));
+  if (!log.children.length) log.append(current ? make("p", "note", "This conversation has no messages yet.") : welcomeDrawn());
   labelAgain();
   noticeScroll();
 }
@@ -352,53 +402,50 @@ function waitingDrawn() {
 
 // -- sending --
 
-function send(text, request = { id: crypto.randomUUID(), text, sampling: samplingSet() }) {
-  if (running) return;
-  failed = null;
-  $("text").value = "";
-  keepDraft();
-  say(request).catch(problem);
+// Send a message to the current conversation, or to a new one.
+function send(text) {
+  const request = { id: crypto.randomUUID(), text, sampling: samplingSet() };
+  say({ id: current || `page-${crypto.randomUUID()}`, request, isFresh: !current, title: firstWords(text) });
 }
 
-// Send a message and draw the reply as it streams. If it is sent again with the same request id, it runs only once.
-async function say(request) {
-  const isFresh = !current, id = current || `page-${crypto.randomUUID()}`;
-  const reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
-  const boxes = [messageDrawn({ role: "ROLE_USER", content: request.text, isRunning: true }), messageDrawn(reply)];
+// Send a turn's message and draw the reply as it streams. If it is sent again, the daemon runs the turn only once.
+async function say(turn) {
+  const { id, request } = turn;
+  for (const each of turns.get(id)?.boxes || []) each.remove();  // an interrupted turn
+  turn.isRunning = true;
+  turn.reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
+  turn.boxes = [{ role: "ROLE_USER", content: request.text, isRunning: true }, turn.reply].map(messageDrawn);
+  turn.numAsked = numAsked(messages);
+  turns.set(id, turn);
   if (!messages.length) $("log").replaceChildren();
-  for (const each of $("log").querySelectorAll(".problem")) each.remove();
-  $("log").append(...boxes);
+  for (const each of problems()) each.remove();
+  $("log").append(...turn.boxes);
   $("log").scrollTop = $("log").scrollHeight;
-  const title = isFresh ? request.text.replace(/\s+/g, " ").slice(0, TITLE_MAX) : "";  // shown until the daemon knows the title
-  running = { id, request, boxes, isFresh, title };
   current = id;
   openDraft(id);
-  drawHeading();
-  busy(true);
+  drawAround();
   announce("Waiting for the reply");
   try {
-    if (isFresh) await create(id);
-    await stream(id, request, reply, boxes[1].querySelector(".body"));
-    running = null;
-    if (current === id) await finish(id, boxes);
-    else await refresh(id);
-    if (isFresh && current === id) scrollToRow();
+    if (turn.isFresh) await create(turn);
+    await stream(turn);
   } catch (error) {
-    const title = titleOf(id);
-    if (isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
-    running = null;
-    if (current === id) {
-      if (!conversations.has(id)) current = null;
-      fail(request, error);
-    } else problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
-  } finally {
-    busy(false);
-    if (isWide()) $("text").focus();
+    turn.isRunning = false;
+    if (turns.get(id) === turn) await fail(turn, error).catch(problem);
+    return;
   }
+  turns.delete(id);
+  try {
+    if (current === id) await finish(turn); else await refresh(id);
+  } catch (error) { problem(error, () => show(id)); }
+  focusText(id);
 }
 
-async function create(id) {
-  const { conversation } = await call("CreateConversation", { conversation_id: id, system_prompt: settings.system || "" });
+async function create({ id, title }) {
+  const value = { conversation_id: id, system_prompt: settings.system || "", metadata: { title } };
+  const { conversation } = await call("CreateConversation", value).catch(error => {
+    if (error.code !== "already_exists") throw error;
+    return call("GetConversation", { conversation_id: id });  // the answer to an earlier try was lost
+  });
   conversations.set(id, conversation);
   drawList();
   drawHeading();
@@ -411,8 +458,9 @@ async function removeEmpty(id) {
   conversations.delete(id);
 }
 
-async function stream(id, request, reply, body) {
+async function stream({ id, request, reply, boxes }) {
   const value = { conversation_id: id, request_id: request.id, messages: [{ content: request.text }], sampling: request.sampling };
+  const body = boxes[1].querySelector(".body");
   let isDrawn = true, isComplete = false;
   const drawn = () => { isDrawn = true; const isAtEnd = atEnd(); fill(body, reply); if (isAtEnd) $("log").scrollTop = $("log").scrollHeight; };
   for await (const each of events(await posted("SendMessage", value))) {
@@ -432,7 +480,7 @@ async function stream(id, request, reply, body) {
 }
 
 // Replace the boxes of the turn by its messages in the history. The boxes of earlier messages stay.
-async function finish(id, boxes) {
+async function finish({ id, boxes, isFresh }) {
   const found = await messagesOf(id);
   await refresh(id);
   if (current !== id) return;
@@ -450,26 +498,48 @@ async function finish(id, boxes) {
   drawAround();
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
   noticeScroll();
+  if (isFresh) scrollToRow();
   const last = messages.at(-1);
   if (last) announce(`Reply: ${textIn(last)}`);
 }
 
-function fail(request, error) {
-  failed = { ...request, conversation: current };
-  if (!$("text").value) $("text").value = request.text;
-  keepDraft(current || "");
-  drawAll();
-  problem(error, error.code === "context_length_exceeded" ? null : () => sendComposed());
+// Keep an interrupted turn in the log. If the daemon refused the message, return its text to the message field.
+async function fail(turn, error) {
+  const { id, request, boxes, reply } = turn, isTooLong = error.code === "context_length_exceeded";
+  const isRefused = error.status >= 400 || isTooLong || !conversations.has(id), title = titleOf(id), isShown = current === id;
+  const again = () => {
+    idle();
+    takeText(request.text);
+    say({ ...turn, request: { ...request, id: crypto.randomUUID() } });
+  };
+  if (isRefused) {
+    turns.delete(id);
+    if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
+    if (isShown && !conversations.has(id)) { keepDraft(""); current = null; }
+    returnText(request.text, conversations.has(id) ? id : "");
+    if (isShown) drawAll(); else drawList();
+  } else {
+    reply.isRunning = false;
+    boxes[1].classList.remove("running");
+    fill(boxes[1].querySelector(".body"), reply);
+    boxes[1].append(problemDrawn(`Interrupted. ${wordsOf(error, id)}`, () => { idle(); say(turn); }));
+    drawAround();
+  }
+  if (!isShown) problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
+  else if (isRefused) problem(error, isTooLong ? null : again);
+  else boxes[1].scrollIntoView({ block: "nearest" });
   announce("");
+  focusText(id);
 }
 
-// Send the text of the message field. If this text failed before, send it as a retry, not as a second message.
+// Send the text of the message field. The text of an interrupted turn is a retry, not a second message.
 async function sendComposed() {
   while (opening) try { await opening; } catch { return; }  // the message is for the conversation that is being opened
-  const text = $("text").value.trim();
-  if (!text || running) return;
-  const isRetry = failed && failed.text === text && failed.conversation === current;
-  if (isRetry) send(text, failed); else send(text);
+  const text = $("text").value.trim(), turn = turns.get(current);
+  if (!text) return;
+  try { idle(); } catch (error) { problem(error); return; }
+  takeText($("text").value);
+  if (turn?.request.text === text) say(turn); else send(text);
 }
 
 // -- drafts: the tab keeps the unsent text of each conversation --
@@ -490,15 +560,36 @@ function openDraft(id) {
   $("text").value = sessionStorage.getItem(`draft/${id}`) || "";
 }
 
-function busy(is) {
+// Remove this text from the message field.
+function takeText(text) {
+  if ($("text").value !== text) return;
+  $("text").value = "";
+  keepDraft();
+}
+
+// Make a text the draft of conversation `id`, unless there is another draft.
+function returnText(text, id) {
+  if (draftOf === id && !$("text").value) { $("text").value = text; keepDraft(); }
+  else if (draftOf !== id && !sessionStorage.getItem(`draft/${id}`)) sessionStorage.setItem(`draft/${id}`, text);
+}
+
+function focusText(id) {
+  const isElsewhere = document.activeElement.closest("nav, aside, dialog, .edit");
+  if (isWide() && (current === id || !current) && !isElsewhere) $("text").focus();
+}
+
+function drawComposer() {
+  const is = isRunning(current);
   $("send").hidden = is;
   $("stop").hidden = !is;
   $("log").setAttribute("aria-busy", String(is));
   $("keys").textContent = is ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
 }
 
+// Raise an error if no message can be sent now.
 function idle() {
-  if (running) throw new Error("A reply is being written. Stop it first.");
+  if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
+  if ([...turns.keys()].filter(isRunning).length >= REPLIES_MAX) throw new Error(`${REPLIES_MAX} replies are being written. Wait for one of them, or stop it.`);
 }
 
 const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
@@ -526,7 +617,13 @@ async function edit(message, before, box) {
     event.preventDefault();
     const text = field.value.trim();
     if (!text) return;
-    try { idle(); await rewound(before); send(text); } catch (error) { problem(error); }
+    try {
+      idle();
+      const isNamed = conversations.get(current)?.metadata?.title === firstWords(message.content || "");
+      await rewound(before);
+      if (isNamed) await rename(current, firstWords(text));
+      send(text);
+    } catch (error) { problem(error); }
   };
   label.append(field);
   form.append(label, cancel, make("button", "primary", "Send"));
@@ -551,7 +648,7 @@ async function replyAgain(message, before) {
 }
 
 async function fork(at) {
-  const metadata = { ...conversations.get(current)?.metadata, title: `Fork of ${titleOf(current)}` };
+  const metadata = { ...conversations.get(current)?.metadata, title: `Fork of ${titleOf(current).replace(/^(Fork of )+/, "")}` };
   const { conversation } = await call("ForkConversation", { conversation_id: current, at_revision: at, metadata });
   await refresh(conversation.conversation_id);
   await show(conversation.conversation_id);
@@ -585,7 +682,7 @@ function drawSettings() {
   const used = [];
   if (settings.temperature !== undefined) used.push(`temperature ${settings.temperature}`);
   if (settings.length !== undefined) used.push(`at most ${counted(settings.length)}`);
-  const isNew = !current || (running?.id === current && running.isFresh);
+  const isNew = !current || turns.get(current)?.isFresh;
   if (isNew ? settings.system : messages.some(each => each.role === "ROLE_SYSTEM")) used.push("system prompt");
   const text = used.join(" · ");
   $("settings-used").textContent = text.charAt(0).toUpperCase() + text.slice(1);
@@ -630,8 +727,8 @@ function saveSettings() {
 
 // -- sidebar and memory drawer --
 
-// In a wide window, the sidebar is beside the chat; in a roomy one, the memory drawer is, too.
-const WIDE = matchMedia("(min-width: 62.01rem)"), ROOMY = matchMedia("(min-width: 75.01rem)");
+// In a wide window, the sidebar is beside the chat; in a roomy one, the memory drawer is, too. In a spacious one, it opens by itself.
+const WIDE = matchMedia("(min-width: 62.01rem)"), ROOMY = matchMedia("(min-width: 75.01rem)"), SPACIOUS = matchMedia("(min-width: 90rem)");
 const isWide = () => WIDE.matches;
 
 function openSidebar(is) {
@@ -671,15 +768,34 @@ const closeDrawers = () => { openSidebar(false); if (!ROOMY.matches) openMemory(
 
 // -- the state of the connection --
 
+// Load what the page shows, unless it is up to date. While the model is loading, the daemon does not list conversations.
 async function connected() {
   const wasLost = !$("banner").hidden;
+  if (isListed && !wasLost) return;
+  await describe();
+  while (server.state === "SERVER_STATE_LOADING") {
+    drawBanner("The model is loading …");
+    await new Promise(done => setTimeout(done, 1000));
+    await describe();
+  }
+  await load();
   $("banner").hidden = true;
-  if (wasLost) { await describe(); await load(); announce("Connected again"); }
+  for (const each of problems()) each.remove();
+  if (wasLost) announce("Connected again");
+  const id = linked;
+  linked = "";
+  if (conversations.has(id) && !current) await show(id); else if (!current) openDraft("");
+  scrollToRow();
 }
 
 function disconnected(error) {
-  $("banner").textContent = error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`;
+  drawBanner(error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`, true);
+}
+
+function drawBanner(text, isBad = false) {
   const isAtEnd = atEnd();
+  if ($("banner").textContent !== text) $("banner").textContent = text;  // screen readers read each change
+  $("banner").classList.toggle("bad", isBad);
   $("banner").hidden = false;
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
 }
@@ -687,9 +803,11 @@ function disconnected(error) {
 async function describe() {
   ({ server } = await call("GetServerInfo", {}));
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
-  $("server").replaceChildren(server.model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
-  $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${server.model}`;
-  if (!current && !running) drawLog();
+  const model = server.model.split("/").at(-1);  // of a path or of a name at the hub
+  $("server").title = server.model;
+  $("server").replaceChildren(model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
+  $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${model}`;
+  if (!current) drawLog();
 }
 
 // -- events --
@@ -703,7 +821,7 @@ const submitOnEnter = event => {
 $("form").onsubmit = event => { event.preventDefault(); sendComposed(); };
 $("text").onkeydown = submitOnEnter;
 $("text").oninput = () => keepDraft();
-$("stop").onclick = () => running && call("CancelTurn", { conversation_id: running.id, request_id: running.request.id }).catch(problem);
+$("stop").onclick = () => call("CancelTurn", { conversation_id: current, request_id: turns.get(current)?.request.id }).catch(problem);
 $("log").onscroll = noticeScroll;
 $("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log").focus(); };
 $("new").onclick = $("new-narrow").onclick = begin;
@@ -711,6 +829,9 @@ $("search").oninput = search;
 $("more").onclick = () => load(true).catch(problem);
 $("export").onclick = exportShown;
 $("settings-open").onclick = $("settings-used").onclick = openSettings;
+$("menu-open").onclick = () => openMenu($("menu-open"), [
+  ...(messages.length ? [["export", "Export conversation", exportShown]] : []), ["settings", "Settings", openSettings],
+]);
 $("sidebar-open").onclick = () => openSidebar(true);
 $("sidebar-close").onclick = () => openSidebar(false);
 $("memory-open").onclick = () => toggleMemory($("memory").hidden);
@@ -718,23 +839,20 @@ $("memory-close").onclick = () => toggleMemory(false);
 $("shade").onclick = closeDrawers;
 WIDE.onchange = ROOMY.onchange = drawShade;
 document.addEventListener("keydown", event => {
-  if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open]")) return;
+  if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open], :popover-open")) return;
   if (!$("shade").hidden) closeDrawers();
-  else if (running) $("stop").click();
+  else if (isRunning(current)) $("stop").click();
+});
+addEventListener("pagehide", () => {  // an interrupted message becomes a draft
+  for (const [id, { isRunning, request }] of turns) if (!isRunning) returnText(request.text, id);
 });
 
 async function start() {
-  const linked = decodeURIComponent(location.hash.slice(1));
   drawSettings();
-  openMemory(ROOMY.matches && localStorage.getItem("memory") !== "closed");
+  openMemory(ROOMY.matches && (localStorage.getItem("memory") || (SPACIOUS.matches ? "open" : "")) === "open");
   begin();
   openDraft(linked);
-  try {
-    await describe();
-    await load();
-    if (conversations.has(linked)) await show(linked); else openDraft("");
-    scrollToRow();
-  } catch (error) { problem(error); }
+  try { await connected(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon
   watch();
 }
 

@@ -30,6 +30,21 @@ function iconButton(name, label, act) {
   return button;
 }
 
+// Open a menu at a button. An item is [icon, label, function].
+function openMenu(opener, items) {
+  const menu = $("menu"), { bottom, right } = opener.getBoundingClientRect();
+  menu.replaceChildren(...items.map(([name, label, act]) => {
+    const button = make("button", "quiet", label);
+    button.prepend(icon(name));
+    button.onclick = () => { menu.hidePopover(); Promise.resolve().then(act).catch(problem); };
+    return button;
+  }));
+  menu.showPopover();
+  menu.style.top = `${Math.min(bottom, innerHeight - menu.offsetHeight - 8)}px`;
+  menu.style.right = `${document.documentElement.clientWidth - right}px`;
+  menu.firstChild.focus();
+}
+
 function setIcon(button, name) { button.querySelector("use").setAttribute("href", `#i-${name}`); }
 
 // Have screen readers read a text. It is cleared first, so that they read the same text again.
@@ -157,16 +172,25 @@ function ask({ title, note = "", label = "", value = "", yes, isSecret = false, 
 
 $("ask-no").onclick = () => $("ask").close("");
 
-// Show an error in the log, with a button if a retry may help.
+const problems = () => document.querySelectorAll("#log > .problem");
+
+// Show an error in the log, with a button if a retry may help. It replaces an earlier error with the same words.
 function problem(error, retry) {
-  const box = make("div", "problem");
-  box.setAttribute("role", "alert");
-  box.append(make("p", "", wordsOf(error)));
-  if (typeof retry === "function") {
-    const button = make("button", "", "Try again");
-    button.onclick = () => { box.remove(); retry(); };
-    box.append(button);
-  }
+  const box = problemDrawn(wordsOf(error), retry);
+  for (const each of problems()) if (each.firstChild.textContent === box.firstChild.textContent) each.remove();
+  box.append(iconButton("close", "Dismiss", () => box.remove()));
   $("log").append(box);
   box.scrollIntoView({ block: "nearest" });
+}
+
+function problemDrawn(words, retry) {
+  const box = make("div", "problem");
+  box.setAttribute("role", "alert");
+  box.append(make("p", "", words));
+  if (typeof retry === "function") {
+    const button = make("button", "", "Try again");
+    button.onclick = () => Promise.resolve().then(retry).then(() => box.remove(), problem);
+    box.append(button);
+  }
+  return box;
 }

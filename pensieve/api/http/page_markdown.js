@@ -191,6 +191,7 @@ const INLINE = new RegExp([
   /(?<!\w)_([^\s_](?:[^_]{0,2000}?[^\s_])?)_(?!\w)/,
   /~~([^~]{1,2000})~~/,
   /!?\[([^\][]{1,500})\]\((https?:\/\/[^\s()]{1,2000})\)/,
+  /<(https?:\/\/[^\s<>]{1,2000})>/,
   /(https?:\/\/[^\s<>"')\]]{1,2000}[^\s<>"')\].,;:!?])/,
   /(<br ?\/?>)/,
 ].map(each => each.source).join("|"), "g");
@@ -198,7 +199,7 @@ const INLINE = new RegExp([
 function inline(into, text) {
   let at = 0;
   for (const found of text.matchAll(INLINE)) {
-    const [all, escaped, , code, both, strong, em, em2, gone, label, address, bare, newLine] = found;
+    const [all, escaped, , code, both, strong, em, em2, gone, label, address, bracketed, bare, newLine] = found;
     into.append(text.slice(at, found.index));
     at = found.index + all.length;
     if (escaped) into.append(escaped);
@@ -208,7 +209,7 @@ function inline(into, text) {
     else if (em || em2) into.append(within("em", em || em2));
     else if (gone) into.append(within("s", gone));
     else if (newLine) into.append(make("br"));
-    else into.append(link(label || bare, address || bare));
+    else into.append(link(label || bracketed || bare, address || bracketed || bare));
   }
   into.append(text.slice(at));
 }
@@ -239,4 +240,9 @@ function markdown(into, text) {
     if (old) old.replaceWith(node); else into.append(node);
   });
   while (into.children.length > blocks.length) into.lastChild.remove();
+  let level = 2;  // of the hidden heading before the reply; screen readers need levels without gaps
+  for (const each of into.querySelectorAll("h3, h4, h5, h6")) {
+    level = Math.min(Number(each.tagName[1]), level + 1);
+    each.setAttribute("aria-level", level);
+  }
 }

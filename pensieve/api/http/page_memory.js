@@ -26,15 +26,15 @@ function savings(usage) {
     ["again", why ? `recomputed (${why})` : "recomputed", again], ["n", "new in this turn", fresh],
   ];
   const percent = Math.floor(100 * saved / (prompt || 1));
-  let sentence = `${counted(saved)} of the prompt came from memory. ${counted(prompt - saved)} had to be computed.`;
+  let sentence = `${saved.toLocaleString("en")} of ${counted(prompt)} were cached. ${counted(prompt - saved)} had to be computed.`;
   if (!saved && again) sentence = `Memory held none of this prompt: ${counted(again)} were recomputed.`;
   else if (!saved) sentence = `All ${counted(prompt)} of the first prompt were new. The next turn starts from memory.`;
   return { percent, saved, prompt, counts, sentence, isFirst: !saved && !again };
 }
 
 function headlineOf(into, { percent, isFirst }) {
-  if (isFirst) into.append("First turn: nothing to save yet");
-  else into.append("Saved ", percentDrawn(percent), " of the prompt");
+  if (isFirst) into.append("First turn: nothing was in memory yet");
+  else into.append(percentDrawn(percent), " of the prompt came from memory");
   return into;
 }
 
@@ -73,6 +73,7 @@ function drawSaved() {
     into.append(term, make("dd", "", value));
   };
   card.replaceChildren();
+  if (usage && isRunning(current)) card.append(make("p", "note", "Previous reply"));
   const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // with STRIPS_MAX strips, a cached conversation may be missing
   if (!usage && isKnown && number(size?.num_tokens)) {
     const strip = strips.get(current), share = shareInMemory(strip || ""), headline = make("p", "headline");
@@ -256,6 +257,7 @@ async function watch() {
       if (error.status === 401) return;  // otherwise the page would ask for a token every two seconds
     }
     document.removeEventListener("visibilitychange", leave);
+    leaving.abort();  // an error in `connected` leaves the stream open
     if (document.hidden) await new Promise(done => document.addEventListener("visibilitychange", done, { once: true }));
     else await new Promise(done => setTimeout(done, 1000 * RECONNECT_SECONDS));
   }

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.needs("browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 expect = sync_api.expect
 
-WIDE, PHONE = (1280, 800), (390, 800)
+WIDE, PHONE = (1440, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}
 BUILTIN = model_name("")
 LONG = "The grey cat walks along the river and looks at the boats. " * 3
@@ -38,8 +38,14 @@ EDIT = "Edit message (later messages will be removed)"
 SEND = "**/pensieve.v1.ConversationService/SendMessage"
 MESSAGES = "**/pensieve.v1.ConversationService/ListMessages"
 LIST = "**/pensieve.v1.ConversationService/ListConversations"
+RECONNECT = """() => {  // as after the end of the daemon
+    Object.defineProperty(document, "hidden", { value: true, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+    delete document.hidden;
+    disconnected(new Lost());
+}"""
 CODE = (
-    "One `word` and **more**:\n\n```python\n"
+    "### Deep\n\n###### Deeper\n\nOne `word` and **more**:\n\n```python\n"
     + "print('a long line of code') " * 8
     + "\n```\n\n- a\n- b\n\n"
     + "| key | value |\n|---|---:|\n| one | `1` |\n| "
@@ -151,11 +157,13 @@ def told(page: Any) -> list[str]:
 def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
     with opened(browser, tiny) as page:
         cost = say(page, "My name is Ada.")
-        assert cost.startswith("First turn: nothing to save yet")
+        assert cost.startswith("First turn: nothing was in memory yet")
         expect(named(page)).to_have_text("My name is Ada.")
         first = history(tiny, page)
         expect(page.locator("article.reply .body").first).to_contain_text(first[1].content.strip())
-        assert re.match(r"Saved [1-9]\d*\s% of the prompt", say(page, "What is my name?"))
+        assert re.match(
+            r"[1-9]\d*\s% of the prompt came from memory", say(page, "What is my name?")
+        )
         assert told(page) == ["My name is Ada.", "What is my name?"]
 
         act(page, "user", 1, "Edit message")
@@ -182,7 +190,8 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         ]
         say(page, "Another way.")
         act(page, "reply", 0, "New conversation from here")
-        expect(named(page)).to_have_text("Fork of Fork of My name is Ada.")
+        expect(page.locator("article.user")).to_have_count(1)
+        expect(named(page)).to_have_text("Fork of My name is Ada.")
         assert told(page) == ["My name is Ada."]
 
 
@@ -322,8 +331,11 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
         page.wait_for_timeout(200)
         held[0].abort()
         expect(page.locator(".problem")).to_be_visible()
-        expect(page.locator("#text")).to_have_value("Not for the first.")
+        expect(page.locator("#text")).to_have_value("")  # the shown conversation has no draft
         assert len(slow.rig.messages(first)) == 4
+        page.get_by_role("button", name="Try again").click()
+        expect(named(page)).to_have_attribute("data-id", second)
+        expect(page.locator("#text")).to_have_value("Not for the first.")
 
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
@@ -386,24 +398,49 @@ def test_a_reply_streams_and_is_stopped(browser: Any, slow: HttpRig) -> None:
             assert kept[-1].content.strip().startswith(early[:20])
 
 
-def test_other_conversations_are_looked_at_while_one_streams(browser: Any, slow: HttpRig) -> None:
+def test_several_conversations_stream_at_the_same_time(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow) as page:
+        reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
+
+        def pick(title: str) -> None:
+            page.locator("#list .open", has_text=title).click()
+            expect(page.locator("article.user .body").first).to_have_text(title)
+
         say(page, "The quiet one.")
         endless(page)
-        page.click("#new")
-        page.fill("#text", "The endless one.")
+        for number in range(4):
+            page.click("#new")
+            expect(page.locator("#stop")).to_be_hidden()
+            page.fill("#text", f"Endless {number}.")
+            page.press("#text", "Enter")
+            expect(reply).not_to_be_empty()
+            expect(page.locator("#keys")).to_contain_text("Escape")
+        expect(runs).to_have_count(4)
+        expect(runs.first).to_contain_text("a reply is being written")
+        pick("The quiet one.")
+        expect(page.locator("#stop")).to_be_hidden()
+        expect(page.locator("#keys")).not_to_contain_text("Escape")
+        page.keyboard.press("Escape")
+        page.fill("#text", "One too many.")
         page.press("#text", "Enter")
-        expect(page.locator("article.reply .text")).not_to_be_empty()
-        page.get_by_role("button", name="The quiet one.", exact=True).click()
-        expect(page.locator("article.user .body")).to_have_text("The quiet one.")
-        act(page, "user", 0, "Edit message")
-        expect(page.get_by_role("alert")).to_contain_text("Stop it first")
-        page.get_by_role("button", name="The endless one.", exact=True).click()
-        expect(page.locator("article.user .body")).to_have_text("The endless one.")
-        expect(page.locator("article.reply .text")).not_to_be_empty()
-        page.click("#stop")
+        expect(page.get_by_role("alert")).to_contain_text("4 replies are being written")
+        expect(page.locator("#text")).to_have_value("One too many.")
+        expect(runs).to_have_count(4)
+        for number in range(3):
+            pick(f"Endless {number}.")
+            expect(reply).not_to_be_empty()
+            page.click("#stop")
+            expect(page.locator("#send")).to_be_visible()
+            expect(runs).to_have_count(3 - number)
+        pick("The quiet one.")
+        page.unroute(SEND)
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
+        pick("Endless 3.")
+        page.keyboard.press("Escape")
         expect(page.locator("#send")).to_be_visible()
-        assert told(page) == ["The endless one."]
+        expect(runs).to_have_count(0)
+        assert told(page) == ["Endless 3."]
     assert slow.rig.num_live == 0
 
 
@@ -414,7 +451,7 @@ def given(rig: HttpRig, name: str, *turns: tuple[str, str, str]) -> None:
         messages.append(pb.NewMessage(role=pb.ROLE_USER, content=text))
         messages.append(pb.NewMessage(role=pb.ROLE_ASSISTANT, content=reply, thinking=thinking))
     request = pb.CreateConversationRequest(
-        conversation_id=name.replace(" ", "-"), messages=messages
+        conversation_id=re.sub(r"\W+", "-", name), messages=messages
     )
     request.metadata.update({"title": name})
     rig.rig.stub.CreateConversation(request)
@@ -448,7 +485,7 @@ def test_what_a_model_writes_is_text_and_its_thinking_is_folded(
 
 MARKDOWN = """\
 Before *one* and __two__ of snake_case_names, 2 * 3 * 4, `a*b*c`, **bold `code`**.
-Second line with https://example.org/a_b_c. And \\*stars\\*.
+Second line with https://example.org/a_b_c. And \\*stars\\*. <https://example.org/?(a)>
 
 1. first
    - inner
@@ -494,7 +531,9 @@ def test_markdown_becomes_nodes(browser: Any, slow: HttpRig) -> None:
         expect(first.locator("br")).to_have_count(1)
         expect(first).to_contain_text("snake_case_names, 2 * 3 * 4, a*b*c")
         expect(first).to_contain_text("And *stars*.")
-        link = first.locator("a")
+        expect(first.locator("a").nth(1)).to_have_attribute("href", "https://example.org/?(a)")
+        expect(first).not_to_contain_text("<")
+        link = first.locator("a").first
         expect(link).to_have_attribute("href", "https://example.org/a_b_c")
         expect(link).to_have_attribute("rel", "noreferrer noopener")
         expect(text.locator("> ol > li")).to_have_count(3)
@@ -652,6 +691,10 @@ def test_the_list_has_titles_and_days_of_all_conversations(browser: Any, slow: H
 def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
     given(slow, "Botany", ("Hm?", "", "The *Quercus* is an oak."))
     given(slow, "An oak chest", ("Hm?", "", "Of wood."))
+    hay = [("Hm?", "", f"Hay. {LONG}") for _ in range(8)]
+    hay[3] = ("Hm?", "", f"{LONG}\n\nHere is *the* needle. {LONG}")
+    given(slow, "Haystack", *hay)
+    given(slow, f"A title that has many words before the end {'and more ' * 3}", *hay[:1])
     with opened(browser, slow) as page:
         rows, found = page.locator("#list .open"), page.locator("#found")
         page.fill("#search", "OAK")
@@ -662,6 +705,21 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         expect(rows).to_have_count(1)
         rows.first.click()
         expect(page.locator("article.reply")).to_contain_text("Quercus")
+        page.fill("#search", "the* needle")
+        rows.first.click()
+        expect(page.locator("#title")).to_have_text("Haystack")
+        match = page.locator("article.reply").nth(3)
+        expect(match).to_be_in_viewport()
+        expect(page.locator("article").last).not_to_be_in_viewport()
+        marked = "[...CSS.highlights.get('found')].map(each => each.toString())"
+        assert "Here is the needle." in page.evaluate(marked)[0]
+        page.fill("#search", "cat walks")
+        rows.filter(has_text="Haystack").click()
+        page.wait_for_function(f"{marked} == 'cat walks'")
+        page.fill("#search", "the end")
+        row = rows.filter(has_text="the end")
+        mark, box = row.locator("mark").bounding_box(), row.bounding_box()
+        assert mark["x"] + mark["width"] < box["x"] + box["width"]
         page.fill("#search", "no such word")
         expect(found).to_have_text("0 conversations found.")
         expect(rows).to_have_count(0)
@@ -704,6 +762,23 @@ def test_the_examples_are_for_the_model(browser: Any, tiny: HttpRig, slow: HttpR
             expect(page.locator("article.reply .text")).to_contain_text(reply)
 
 
+def test_a_long_name_of_a_model_takes_one_line(browser: Any, slow: HttpRig) -> None:
+    def change(route: Any) -> None:
+        found = route.fetch()
+        value = found.json()
+        value["server"]["model"] = "/models/organisation/a-name-" + "that-is-long-" * 6
+        route.fulfill(response=found, json=value)
+
+    with opened(browser, slow, PHONE) as page:
+        field = page.locator("#text")
+        expect(field).to_have_attribute("placeholder", re.compile("^Message "))
+        height = field.bounding_box()["height"]
+        page.route("**/GetServerInfo", change)
+        page.reload()
+        expect(field).to_have_attribute("placeholder", re.compile("^Message a-name-that"))
+        assert field.bounding_box()["height"] == height
+
+
 def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow) as page:
         example = page.locator(".examples button").first
@@ -724,7 +799,7 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         expect(headline).to_have_text(re.compile(r"100\s% is in memory"))
         page.click("#new")
         say(page, "My name is Ada.")
-        expect(headline).to_have_text("First turn: nothing to save yet")
+        expect(headline).to_have_text("First turn: nothing was in memory yet")
         with page.expect_response(SEND) as answered:
             say(page, "What is my name?")
         events = [
@@ -734,8 +809,16 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         cached = int(usage["device_tokens"]) + int(usage.get("host_tokens", 0))
         percent = 100 * cached // int(usage["prompt_tokens"])
         assert 0 < percent < 100
-        expect(headline).to_have_text(re.compile(rf"Saved {percent}\s% of the prompt"))
-        expect(page.locator("#saved")).to_contain_text(f"{cached} tokens of the prompt came from")
+        expect(headline).to_have_text(re.compile(rf"^{percent}\s% of the prompt came"))
+        expect(page.locator("#saved")).to_contain_text(
+            f"{cached} of {usage['prompt_tokens']} tokens"
+        )
+        endless(page)
+        page.fill("#text", "And now?")
+        page.press("#text", "Enter")
+        expect(page.locator("#saved")).to_contain_text("Previous reply")
+        page.click("#stop")
+        expect(page.locator("#saved")).not_to_contain_text("Previous reply")
         toggle = page.get_by_role("button", name="Memory", exact=True)
         expect(toggle).to_have_attribute("aria-expanded", "true")
         page.get_by_role("button", name="Close memory").click()
@@ -744,6 +827,19 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         page.reload()
         expect(page.locator("#memory")).to_be_hidden()
         toggle.click()
+        expect(page.locator("#memory")).to_be_visible()
+
+
+def test_the_drawer_opens_by_itself_in_a_spacious_window(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, (1280, 800)) as page:
+        drawer = page.locator("#memory")
+        expect(page.locator(".examples")).to_be_visible()
+        expect(drawer).to_be_hidden()
+        page.get_by_role("button", name="Memory", exact=True).click()
+        expect(drawer).to_be_visible()
+        page.reload()
+        expect(drawer).to_be_visible()  # the browser keeps the choice
+    with opened(browser, slow) as page:
         expect(page.locator("#memory")).to_be_visible()
 
 
@@ -787,7 +883,8 @@ def test_a_refused_first_message_leaves_no_conversation(browser: Any, tiny: Http
             expect(alert).to_have_text(
                 re.compile(r"^This turn .* 1,2\d\d tokens .*\. Shorten the message\.$")
             )
-            expect(alert.get_by_role("button")).to_have_count(0)  # the same text cannot fit later
+            again = alert.get_by_role("button", name="Try again")
+            expect(again).to_have_count(0)  # the same text cannot fit later
             expect(page.locator("#send")).to_be_visible()
             expect(page.locator("#text")).to_have_value(text.strip())
             expect(named(page)).to_have_count(0)
@@ -844,15 +941,143 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         page.route(SEND, lost)
         page.fill("#text", "Said once.")
         page.press("#text", "Enter")
-        expect(page.get_by_role("alert")).to_contain_text("The daemon does not answer")
-        expect(page.locator("#text")).to_have_value("Said once.")
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("Interrupted. The daemon does not answer")
+        assert told(page) == ["Said once."]
+        page.fill("#text", "The next one.")
         page.unroute(SEND)
         page.get_by_role("button", name="Try again").click()
         expect(page.locator("article.reply .cost")).to_be_visible()
         assert told(page) == ["Said once."]
         assert [each.content for each in history(slow, page)][0::2] == ["Said once."]
         expect(page.get_by_role("alert")).to_have_count(0)
-        expect(page.locator("#text")).to_have_value("")
+        expect(page.locator("#text")).to_have_value("The next one.")
+
+
+def test_a_retry_sends_the_refused_message(browser: Any, slow: HttpRig) -> None:
+    """The retry does not send the text that the message field contains by then."""
+    refusal = {"error": {"message": "the daemon is busy", "code": "unavailable"}}
+    sent = []
+
+    def refuse(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data)["request_id"])
+        route.fulfill(status=503, json=refusal)
+
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "Hello.")
+        page.route(SEND, refuse)
+        page.fill("#text", "Refused at first.")
+        page.press("#text", "Enter")
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("the daemon is busy", ignore_case=True)
+        expect(page.locator("#text")).to_have_value("Refused at first.")
+        page.fill("#text", "Something else.")
+        page.unroute(SEND)
+        with page.expect_request(SEND) as again:
+            page.get_by_role("button", name="Try again").click()
+        assert json.loads(again.value.post_data)["request_id"] not in sent
+        expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
+        assert told(page) == ["Hello.", "Refused at first."]
+        expect(page.locator("#text")).to_have_value("Something else.")
+
+
+def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
+    given(slow, "unreachable 1", ("Hm?", "", "Yes."))
+    given(slow, "unreachable 2", ("Hm?", "", "Yes."))
+    with opened(browser, slow, is_quiet=False) as page:
+        page.route(MESSAGES, lambda route: route.abort())
+        alert = page.get_by_role("alert")
+        for title in ("unreachable 1", "unreachable 2"):
+            page.get_by_role("button", name=title, exact=True).click()
+            expect(alert).to_be_visible()
+        page.wait_for_timeout(300)
+        expect(alert).to_have_count(1)
+        page.unroute(MESSAGES)
+        page.evaluate(RECONNECT)
+        expect(alert).to_have_count(0)
+        page.evaluate("problem(new Lost())")
+        alert.get_by_role("button", name="Dismiss").click()
+        expect(alert).to_have_count(0)
+
+
+def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: HttpRig) -> None:
+    given(slow, "another one", ("Hm?", "", "Yes."))
+    half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
+    with opened(browser, slow, is_quiet=False) as page:
+        page.route(SEND, lambda route: route.fulfill(content_type="text/event-stream", body=half))
+        page.fill("#text", "A long\nquestion.")
+        page.press("#text", "Enter")
+        reply = page.locator("article.reply")
+        for _ in range(2):
+            expect(reply).to_contain_text("Half a reply")
+            expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+            expect(page.locator(".waiting, .running")).to_have_count(0)
+            assert told(page) == ["A long\nquestion."]
+            expect(named(page)).to_have_text("A long question.")
+            page.get_by_role("button", name="another one", exact=True).click()
+            expect(reply).to_have_text("ReplyYes.")
+            page.get_by_role("button", name="A long question.", exact=True).click()
+        expect(named(page)).to_have_text("A long question.")
+        page.reload()  # nothing of it is in the history
+        expect(named(page)).to_have_text("A long question.")
+        expect(page.locator(".welcome")).to_have_count(0)
+        expect(page.locator("#log")).to_contain_text("no messages yet")
+        expect(page.locator("#text")).to_have_value("A long\nquestion.")
+        page.press("#text", "Enter")
+        expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+        page.unroute(SEND)
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator(".cost")).to_be_visible()
+        assert told(page) == ["A long\nquestion."]
+        act(page, "user", 0, "Edit message")
+        page.get_by_label(EDIT).fill("A short question.")
+        page.keyboard.press("Enter")
+        expect(named(page)).to_have_text("A short question.")
+
+
+def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) -> None:
+    """A browser opens only six connections to a host. With six forgotten streams, all calls would hang."""
+    with opened(browser, slow, is_quiet=False) as page:
+        memory = "**/pensieve/memory"
+        page.route(memory, lambda route: route.abort())
+        page.route(LIST, lambda route: route.fulfill(status=500, json={}))
+        page.reload()
+        expect(page.locator("#banner")).to_contain_text("Connection to the daemon lost")
+        page.unroute(memory)
+        with page.expect_event("requestfailed", lambda each: each.url.endswith("memory")):
+            pass
+
+
+@contextmanager
+def loading(rig: HttpRig) -> Iterator[None]:
+    """Let the daemon answer as if its model were still loading."""
+    daemon = rig.rig.daemon
+    conversations, daemon._conversations = daemon._conversations, None
+    try:
+        yield
+    finally:
+        daemon._conversations = conversations
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_page_waits_while_the_model_loads(browser: Any, slow: HttpRig, is_open: bool) -> None:
+    """The page is opened before or after the start of the daemon."""
+    title = f"stored before, {is_open}"
+    given(slow, title, ("Hm?", "", "Yes."))
+    with opened(browser, slow, is_quiet=False) as page:
+        banner = page.locator("#banner")
+        page.get_by_role("button", name=title, exact=True).click()
+        expect(named(page)).to_have_text(title)
+        with loading(slow):
+            page.evaluate(RECONNECT) if is_open else page.reload()
+            expect(banner).to_have_text("The model is loading …")
+            expect(banner).not_to_have_class("bad")
+            expect(page.get_by_role("alert")).to_have_count(0)
+            if not is_open:
+                expect(page.locator("#list")).to_have_text("Loading conversations …")
+        expect(banner).to_be_hidden()
+        expect(named(page)).to_have_text(title)
+        expect(page.locator("article.user")).to_have_count(1)
 
 
 def focused(page: Any) -> str:
@@ -905,7 +1130,7 @@ def rules_broken(page: Any) -> list[str]:
 
 
 def drawer(page: Any, name: str) -> None:
-    """In a narrow window, open the drawer with this name."""
+    """In a narrow window, open the drawer or the menu with this name."""
     if page.viewport_size["width"] == PHONE[0]:
         page.get_by_role("button", name=name, exact=True).click()
 
@@ -929,6 +1154,8 @@ def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], s
         assert rules_broken(page) == []
         page.keyboard.press("Escape")
         page.evaluate("disconnected(new Lost()); problem(new Lost(), () => {})")
+        assert rules_broken(page) == []
+        drawer(page, "More")
         assert rules_broken(page) == []
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Maximum length of a reply").fill("50")
@@ -996,3 +1223,34 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
         page.get_by_role("button", name="New conversation", exact=True).click()
         expect(page.locator(".examples")).to_be_visible()
         assert told(page) == []
+
+
+def test_a_touch_screen_has_menus_and_large_buttons(browser: Any, slow: HttpRig) -> None:
+    given(slow, "touched", ("Hm?", "", CODE))
+    given(slow, "not touched", ("Hm?", "", CODE))
+    touch: dict[str, Any] = {"has_touch": True, "is_mobile": True}
+    small = """() => [...document.querySelectorAll("button, summary")]
+        .filter(each => each.checkVisibility() && !each.closest(".examples"))
+        .filter(each => Math.min(each.offsetWidth, each.offsetHeight) < 44).map(each => each.outerHTML)"""
+    with opened(browser, slow, PHONE, **touch) as page:
+        more = page.get_by_role("button", name="More", exact=True)
+        more.tap()
+        expect(page.locator("#menu button")).to_have_text(["Settings"])
+        page.keyboard.press("Escape")
+        expect(page.locator("#menu")).to_be_hidden()
+        page.locator("#sidebar-open").tap()
+        assert page.evaluate(small) == []
+        page.get_by_role("button", name="More for not touched").tap()
+        page.get_by_role("button", name="Rename", exact=True).tap()
+        answer(page, "renamed")
+        page.get_by_role("button", name="More for renamed").tap()
+        page.get_by_role("button", name="Delete", exact=True).tap()
+        page.click("#ask-yes")
+        expect(page.locator("#list .open", has_text="renamed")).to_have_count(0)
+        page.get_by_role("button", name="touched", exact=True).tap()
+        expect(page.locator("article.reply")).to_be_visible()
+        assert page.evaluate(small) == []
+        more.tap()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export conversation").tap()
+        assert download.value.suggested_filename == "touched.jsonl"
