@@ -177,6 +177,10 @@ class _CapturedCell:
         return tuple(part.clone() for part in self._outputs)
 
 
+# A request; a worker with a task that has ended and its tokens; a worker's error; or None at the end.
+Message = Live | tuple[int, Task, list[int]] | BaseException | None
+
+
 class CellServer:
     """Serve a model by a policy: cellular batching, if none is given. Use it as a context manager.
 
@@ -191,25 +195,19 @@ class CellServer:
         self.runners = [Runner(model, self.lives, device) for _ in range(num_workers)]
         self._policy = policy or Scheduler(model.cells)
         self._num_requests = 0
-        self._error: BaseException | None = None
-        self._accepting = threading.Lock()  # no request arrives after an error
-        # Requests; workers with a task that has ended and its tokens; and None at the end.
-        self._inbox: SimpleQueue[Live | tuple[int, Task, list[int]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._arrived = deque[Message]()  # taken from the inbox, but not handled yet
         self._fifos: list[SimpleQueue[list[Task]]] = [SimpleQueue() for _ in self.runners]
-        targets = [self._manage, *(partial(self._work, each) for each in range(num_workers))]
-        self._threads = [
-            threading.Thread(target=self._guard, args=(each,), daemon=True) for each in targets
-        ]
+        works = [partial(self._work, each) for each in range(num_workers)]
+        targets: list[Callable[[], None]] = [self._manage, *works]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in targets]
         for thread in self._threads:
             thread.start()
 
     def submit(self, graph: Graph) -> Future[list[int] | States]:
-        """Serve an unfolded request. The future gets the reply."""
+        """Serve an unfolded request. The future gets the reply, or the error that has ended the server."""
         live = Live(graph)
-        with self._accepting:
-            if self._error is not None:
-                raise RuntimeError("the server has failed") from self._error
-            self._inbox.put(live)
+        self._inbox.put(live)
         return live.future
 
     def __enter__(self) -> Self:
@@ -218,49 +216,47 @@ class CellServer:
     def __exit__(self, *_: object) -> None:
         """Finish all requests and end the threads."""
         self._inbox.put(None)
+        self._inbox.put(None)  # if the server fails after the first
         for thread in self._threads:
             thread.join()
 
-    def _guard(self, target: Callable[[], None]) -> None:
-        """Run a thread. If it fails, all requests fail with its error."""
+    def _manage(self) -> None:
+        """Serve until the end. After an error of any thread, all requests fail with this error."""
         try:
-            target()
+            self._serve()
         except BaseException as error:
-            with self._accepting:
-                self._error = error
-            waiting = [self._inbox.get() for _ in range(self._inbox.qsize())]
-            for live in [*self.lives.values(), *waiting]:
+            for live in chain(self.lives.values(), self._arrived, iter(self._inbox.get, None)):
                 if isinstance(live, Live) and not live.future.done():
                     live.future.set_exception(error)
-            self.lives.clear()
-            self._inbox.put(None)
-
-    def _manage(self) -> None:
-        """Handle all messages that have come, then give work to each worker that is idle."""
-        num_tasks = [0] * len(self._fifos)  # of each worker
-        closing = False
-        try:
-            while self.lives or not closing:
-                for message in [self._inbox.get() for _ in range(max(1, self._inbox.qsize()))]:
-                    if message is None:
-                        closing = True
-                    elif isinstance(message, Live):
-                        self._num_requests += 1
-                        self.lives[self._num_requests] = message
-                        self._policy.add(self._num_requests, message.graph)
-                    else:
-                        worker, task, tokens = message
-                        num_tasks[worker] -= 1
-                        self._complete(task, tokens)
-                for worker, fifo in enumerate(self._fifos):
-                    if not num_tasks[worker] and (tasks := self._policy.schedule(worker)):
-                        num_tasks[worker] = len(tasks)
-                        for row in (row for task in tasks for row in task.rows if row):
-                            self.lives[row.request].num_running += 1
-                        fifo.put(tasks)
         finally:
             for fifo in self._fifos:
                 fifo.put([])
+
+    def _serve(self) -> None:
+        """Handle all messages that have come, then give work to each worker that is idle."""
+        num_tasks, closing = [0] * len(self._fifos), False  # tasks of each worker
+        while self.lives or not closing:
+            self._arrived += [self._inbox.get() for _ in range(max(1, self._inbox.qsize()))]
+            while self._arrived:
+                message = self._arrived.popleft()
+                if message is None:
+                    closing = True
+                elif isinstance(message, BaseException):
+                    raise message
+                elif isinstance(message, Live):
+                    self._num_requests += 1
+                    self.lives[self._num_requests] = message
+                    self._policy.add(self._num_requests, message.graph)
+                else:
+                    worker, task, tokens = message
+                    num_tasks[worker] -= 1
+                    self._complete(task, tokens)
+            for worker, fifo in enumerate(self._fifos):
+                if not num_tasks[worker] and (tasks := self._policy.schedule(worker)):
+                    num_tasks[worker] = len(tasks)
+                    for row in (row for task in tasks for row in task.rows if row):
+                        self.lives[row.request].num_running += 1
+                    fifo.put(tasks)
 
     def _complete(self, task: Task, tokens: Sequence[int]) -> None:
         """Answer the requests that end with this task, and free the slots that no node will read."""
@@ -285,14 +281,17 @@ class CellServer:
 
     def _work(self, worker: int) -> None:
         """Launch tasks in their order, and report each as soon as it has ended."""
-        while tasks := self._fifos[worker].get():
-            waiting, launched = deque(tasks), deque[Launched]()
-            while waiting or launched:
-                if waiting:
-                    launched.append(self.runners[worker].launch(waiting.popleft()))
-                while launched and (launched[0].done() or not waiting):
-                    first = launched.popleft()
-                    self._inbox.put((worker, first.task, first.tokens()))
+        try:
+            while tasks := self._fifos[worker].get():
+                waiting, launched = deque(tasks), deque[Launched]()
+                while waiting or launched:
+                    if waiting:
+                        launched.append(self.runners[worker].launch(waiting.popleft()))
+                    while launched and (launched[0].done() or not waiting):
+                        first = launched.popleft()
+                        self._inbox.put((worker, first.task, first.tokens()))
+        except BaseException as error:
+            self._inbox.put(error)
 
 
 def run_alone(model: Model, graph: Graph, device: str = "cpu") -> list[int] | States:

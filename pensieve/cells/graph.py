@@ -39,6 +39,8 @@ class Graph:
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.nodes = tuple(nodes)
+        if not self.nodes:
+            raise ValueError("a graph needs a node")
         self.consumers: list[list[int]] = [[] for _ in self.nodes]
         self.stages: dict[CellType, list[int]] = {}  # the nodes of each type
         for index, node in enumerate(self.nodes):

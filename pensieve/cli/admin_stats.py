@@ -149,7 +149,7 @@ def _add_service(table: Any, service: pb.Service) -> None:
     )
     table.add_row(
         "store",
-        f"{service.store_jobs:,} calls in progress, "
+        f"{service.store_jobs:,} unfinished calls, "
         f"the oldest for {_milliseconds(service.store_oldest_seconds)}; "
         f"commits p50 {_milliseconds(service.commit_p50_seconds)}, "
         f"p99 {_milliseconds(service.commit_p99_seconds)}, "

@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
         help="compare cellular batching with padding, graph merging and no batching",
         description="Serve random requests on one thread of this CPU with each policy. Print medians over "
         "the seeds: the requests per second of CPU time if all arrive at once, and the latency if they "
-        "arrive at 80 %% of the throughput of graph merging.",
+        "arrive at 80 % of the throughput of graph merging.",
     )
     parser.add_argument(
         "--model",
@@ -28,9 +28,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--requests", type=_count, default=200, metavar="N", help="requests of a run (default: 200)"
     )
-    parser.add_argument(
-        "--seeds", type=_count, default=3, metavar="N", help="random seeds (default: 3)"
-    )
+    parser.add_argument("--seeds", type=_count, default=3, metavar="N", help="(default: 3)")
     parser.set_defaults(run=run)
 
 

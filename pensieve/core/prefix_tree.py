@@ -300,7 +300,7 @@ def chunk_runs(conversation: CachedConversation) -> list[ChunkRun]:
 
 
 class QueueEntry:
-    """A branch in a eviction queue, with a lower bound of its value (policies/queue.py)."""
+    """A branch in an eviction queue, with a lower bound of its value (policies/queue.py)."""
 
     __slots__ = ("branch", "serial", "since", "start", "value_class")
 

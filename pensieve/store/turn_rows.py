@@ -218,7 +218,7 @@ def insert_turn(
 
 
 def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
-    """Return the key, or None for a request without an Idempotency-Key."""
+    """Return the key, or None for a request without an Idempotency-Key or without its full history."""
     return idempotency_key(tenant, request.request_id) if request.has_history_digest else None
 
 

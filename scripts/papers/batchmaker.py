@@ -191,7 +191,7 @@ def figure_2_7(extent: Extent) -> Iterator[Row]:
     )
     yield row(
         "LSTM, cellular: P90 at 8,000 requests/s over 1,000/s",
-        about(1.0, neutral=None),
+        about(1.0),
         _over(short.p90_ms(CELLULAR, 8e3), long.p90_ms(CELLULAR, 1e3)),
         "a request waits for at most five tasks, whatever the load",
     )
@@ -240,7 +240,7 @@ def figure_2_7(extent: Extent) -> Iterator[Row]:
     )
     yield row(
         "LSTM, cellular, 5,000 requests/s: P90 with batches of at most 64 over 512",
-        about(1.0, neutral=None),
+        about(1.0),
         _over(small.p90_ms(cells_64, 5e3), low),
         "at this load, few batches have more than 64 rows",
     )
@@ -363,7 +363,7 @@ def figure_2_11(extent: Extent) -> Iterator[Row]:
     )
     yield row(
         "LSTM, cellular at 5,000 requests/s: P90, maximum length 100 over 50",
-        about(1.0, neutral=None),
+        about(1.0),
         _over(ours["100"], ours["50"]),
         "without waiting, the latency is that of the request's own steps",
     )

@@ -292,7 +292,7 @@ def _over_time(batch: int, runs: dict[str, list[list[Moment]]]) -> Iterator[Row]
     yield _row(
         "figure 8",
         f"batches of {batch}: largest KV, Baton over Benchmark",
-        about(1.0, neutral=None),
+        about(1.0),
         compared(lambda moments: max(each.kv_tokens for each in moments)),
         "both have as many slots, and padding keeps a slot as wide as the widest",
     )

@@ -52,11 +52,14 @@ def panel(model: str, machine: str, extent: Extent) -> Iterator[Row]:
     # Enough requests to fill the device several times: otherwise memory would not matter.
     num_requests = max(int(extent.panel_fills * setting.turns_held), REQUESTS_MIN)
 
+    copies: list[bool] = []
+
     def runs(rate: float, num_seeds: int, *others: str) -> dict[str, list[Figures]]:
         found: dict[str, list[Figures]] = {each: [] for each in (STREAMED, FAST_LINK, *others)}
         for seed in range(num_seeds):
             load = partial(requests_of, rate, num_requests, seed)
             counts, copied = streamed_run(_with_fast_link(setting), load())
+            copies.append(copied)
             found[FAST_LINK].append(figures_of(counts))
             if copied:
                 counts, _ = streamed_run(setting, load())
@@ -74,11 +77,7 @@ def panel(model: str, machine: str, extent: Extent) -> Iterator[Row]:
     reason = (
         f"tokens/s: {shown}; the device holds {setting.turns_held:,} of {num_requests:,} requests, and from "
         f"{enough:,.0f} tokens per iteration on, arithmetic is the limit"
-        + (
-            ""
-            if speeds[STREAMED] != speeds[FAST_LINK]
-            else ", so no turn was streamed and no KV was copied"
-        )
+        + ("" if any(copies) else "; no turn was streamed, and no KV was copied")
     )
     # About Orca and FastServe, the paper says only that the gain is larger than over vLLM.
     pairs = ((FAST_LINK, "vllm"), (STREAMED, "vllm"), (FAST_LINK, "orca"), (FAST_LINK, "fastserve"))

@@ -50,12 +50,20 @@ def ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says. `neutral`: the value without any effect; None: an absolute value."""
+    """What a paper says. `neutral`: the value without any effect; None: an absolute value.
+
+    In a range, `least` has the smaller effect. If the number is `neutral`, the claim is that there is no
+    effect: it is reproduced or not.
+    """
 
     least: float
     most: float
     neutral: float | None = 1.0
     has_number: bool = True
+
+    def __post_init__(self) -> None:
+        neutral = self.neutral or 0.0
+        assert not self.has_number or abs(self.least - neutral) <= abs(self.most - neutral), self
 
     def verdict(self, ours: Spread) -> str:
         median = ours.median
@@ -94,7 +102,7 @@ class Claim:
 
 
 def about(value: float, most: float | None = None, neutral: float | None = 1.0) -> Claim:
-    """The paper has this number, or a range. For a time, `neutral` is None."""
+    """The paper has this number, or a range. For an absolute value, `neutral` is None."""
     return Claim(value, value if most is None else most, neutral)
 
 

@@ -263,14 +263,14 @@ def iterations(extent: Extent) -> Iterator[Row]:
     yield _row(
         "figure 3",
         "mistral-7b: prompt throughput of 4 prompts of 1,024 tokens over one prompt",
-        about(1.0, neutral=None),
+        about(1.0),
         Spread((4 * seconds((0, 1024)) / seconds(*[(0, 1024)] * 4),)),
         "one prompt already keeps the arithmetic busy",
     )
     yield _row(
         "figure 5",
         "mistral-7b: dense time of 128 prompt tokens over one decode",
-        about(1.0, neutral=None),
+        about(1.0),
         Spread((cost.dense_seconds(128) / cost.dense_seconds(1),)),
         "up to about 150 tokens, reading the weights takes longer than computing",
     )
@@ -294,7 +294,7 @@ def iterations(extent: Extent) -> Iterator[Row]:
         Spread((max(one / other for one, other in zip(cut, full, strict=True)),)),
         "a piece adds only the rest of the token budget",
     )
-    for length, claim in ((512, more()), (1024, more()), (2048, about(1.0, neutral=None))):
+    for length, claim in ((512, more()), (1024, more()), (2048, about(1.0))):
         overheads = [
             sum(
                 seconds((start, min(start + length, prompt)), of=YI.cost)

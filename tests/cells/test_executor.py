@@ -6,6 +6,7 @@ import dataclasses
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -236,8 +237,36 @@ def test_an_error_of_a_cell_fails_the_requests_and_the_server_ends(kind: str) ->
         wrong: Future[Any] = server.submit(model.unfold([VOCAB + 1]))
         with pytest.raises(IndexError):
             wrong.result(20)
-        with pytest.raises(RuntimeError, match="the server has failed"):
-            server.submit(model.unfold([5]))
+        with pytest.raises(IndexError):
+            server.submit(model.unfold([5])).result(20)
+
+
+def test_requests_that_arrive_while_a_cell_fails_fail_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell fails while the server adds the second of three requests that came together."""
+    model = lstm(16, VOCAB)
+    arrived, failing, failed = threading.Event(), threading.Event(), threading.Event()
+
+    class Failing(Scheduler):
+        def add(self, request: int, graph: Graph) -> None:
+            if request == 2:
+                assert arrived.wait(20)
+            if request == 3:
+                failing.set()
+                assert failed.wait(20)
+            super().add(request, graph)
+
+    def launch(task: Task) -> Launched:
+        assert failing.wait(20)
+        failed.set()
+        raise IndexError("a cell")
+
+    with CellServer(model, Failing(model.cells)) as server:
+        server.runners[0].launch = launch  # type: ignore[method-assign]
+        futures = [server.submit(model.unfold([5])) for _ in range(4)]
+        arrived.set()
+        for future in futures:
+            with pytest.raises(IndexError):
+                future.result(20)
 
 
 def test_the_best_batch_is_a_size_that_was_measured() -> None:
