@@ -246,7 +246,7 @@ TURN_QUERY = """
     )
     SELECT turn_id, sentence FROM (SELECT turn_id, CASE
         WHEN state IN ('completed', 'cancelled') AND (revision IS NULL OR revision > present)
-            THEN 'has ended, but its revision is missing or above the revision of its conversation'
+            THEN 'has ended, but its revision is missing or too high'
         WHEN state IN ('completed', 'cancelled') AND num_replies <> 1 THEN 'ended without one reply'
         WHEN state IN ('completed', 'cancelled') AND num_held NOT IN (0, num_messages)
             THEN 'is in the history in part'

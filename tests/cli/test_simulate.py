@@ -89,7 +89,7 @@ def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -
     [
         ("--model opt-66b", "the weights of opt-66b are 132 GB"),
         ("--model opt-13b --hardware a100-80gb --device-tokens 80k", "room for 65,917"),
-        ("--token-budget 100", "fewer than the 256 turns"),
+        ("--token-budget 100", "must be at least --turns-max (256)"),
         ("--devices 0", "1 or more"),
         ("--prompt-seconds -1", "at least 0"),
         ("--tbt -1", "at least 0"),

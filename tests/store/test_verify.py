@@ -105,7 +105,7 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
         ),
         (
             "UPDATE turns SET revision = NULL WHERE turn_id = 2",
-            "conversation 'tea', turn 2: ended without a revision of its conversation",
+            "conversation 'tea', turn 2: has ended, but its revision is missing or too high",
         ),
         (
             "UPDATE messages SET finish_reason = NULL WHERE message = 5",
