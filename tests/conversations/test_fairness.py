@@ -182,7 +182,7 @@ def test_long_texts_are_tokenized_beside_the_store_thread(
 ) -> None:
     """This includes a system prompt, when it is checked and when its tokens are made in the first turn."""
     tokenized_by: list[str] = []
-    for name in ("opening", "delta", "behind"):
+    for name in ("opening", "delta", "tokens_after_head"):
         original = getattr(ChatTemplate, name)
 
         def noted(*arguments: Any, original: Any = original) -> Any:
