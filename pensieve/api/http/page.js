@@ -54,7 +54,7 @@ async function refresh(id) {
 
 const titleOf = id => conversations.get(id)?.title || turns.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
 const isRunning = id => Boolean(turns.get(id)?.isRunning);
-const numAsked = found => found.filter(each => each.role === "ROLE_USER").length;
+const questionsIn = found => found.filter(each => each.role === "ROLE_USER");
 
 // Return the title of a conversation that begins with this text.
 function firstWords(text) {
@@ -124,7 +124,7 @@ async function askDelete(id) {
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
   await call("DeleteConversation", { conversation_id: id });
   conversations.delete(id);
-  turns.delete(id);
+  dropTurn(id);
   sessionStorage.removeItem(`draft/${id}`);
   if (current === id) begin(); else { drawList(); focusRow(near); }
   announce("Conversation deleted");
@@ -253,7 +253,7 @@ async function show(id, words = "") {
     const found = await mine;
     if (opening !== mine) return;  // another conversation was selected meanwhile
     if (turn && !turns.has(id)) return show(id, words);  // its reply was completed meanwhile
-    if (turn && !turn.isRunning && numAsked(found) > turn.numAsked) turns.delete(id);  // the daemon has kept the turn
+    if (turn && !turn.isRunning && isStored(turn, found)) dropTurn(id);
     messages = found;
     current = id;
     openSidebar(false);
@@ -409,22 +409,15 @@ function send(text) {
 }
 
 // Send a turn's message and draw the reply as it streams. If it is sent again, the daemon runs the turn only once.
-async function say(turn) {
+// `isShown`: also show its conversation.
+async function say(turn, isShown = true) {
   const { id, request } = turn;
   for (const each of turns.get(id)?.boxes || []) each.remove();  // an interrupted turn
   turn.isRunning = true;
   turn.reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
-  turn.boxes = [{ role: "ROLE_USER", content: request.text, isRunning: true }, turn.reply].map(messageDrawn);
-  turn.numAsked = numAsked(messages);
-  turns.set(id, turn);
-  if (!messages.length) $("log").replaceChildren();
-  for (const each of problems()) each.remove();
-  $("log").append(...turn.boxes);
-  $("log").scrollTop = $("log").scrollHeight;
-  current = id;
-  openDraft(id);
-  drawAround();
-  announce("Waiting for the reply");
+  drawTurn(turn);
+  if (isShown) showTurn(turn); else drawList();
+  keepTurn(turn);
   try {
     if (turn.isFresh) await create(turn);
     await stream(turn);
@@ -433,11 +426,28 @@ async function say(turn) {
     if (turns.get(id) === turn) await fail(turn, error).catch(problem);
     return;
   }
-  turns.delete(id);
+  dropTurn(id);
   try {
     if (current === id) await finish(turn); else await refresh(id);
   } catch (error) { problem(error, () => show(id)); }
   focusText(id);
+}
+
+function drawTurn(turn) {
+  turn.boxes = [{ role: "ROLE_USER", content: turn.request.text, isRunning: true }, turn.reply].map(messageDrawn);
+  turns.set(turn.id, turn);
+}
+
+function showTurn(turn) {
+  turn.numAsked = questionsIn(messages).length;
+  if (!messages.length) $("log").replaceChildren();
+  for (const each of problems()) each.remove();
+  $("log").append(...turn.boxes);
+  $("log").scrollTop = $("log").scrollHeight;
+  current = turn.id;
+  openDraft(current);
+  drawAround();
+  announce("Waiting for the reply");
 }
 
 async function create({ id, title }) {
@@ -513,16 +523,15 @@ async function fail(turn, error) {
     say({ ...turn, request: { ...request, id: crypto.randomUUID() } });
   };
   if (isRefused) {
-    turns.delete(id);
+    dropTurn(id);
     if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
     if (isShown && !conversations.has(id)) { keepDraft(""); current = null; }
     returnText(request.text, conversations.has(id) ? id : "");
     if (isShown) drawAll(); else drawList();
   } else {
-    reply.isRunning = false;
-    boxes[1].classList.remove("running");
-    fill(boxes[1].querySelector(".body"), reply);
-    boxes[1].append(problemDrawn(`Interrupted. ${wordsOf(error, id)}`, () => { idle(); say(turn); }));
+    turn.reason = error instanceof Lost ? "The connection to the daemon was lost." : wordsOf(error, id);
+    drawInterrupted(turn);
+    keepTurn(turn);
     drawAround();
   }
   if (!isShown) problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
@@ -530,6 +539,14 @@ async function fail(turn, error) {
   else boxes[1].scrollIntoView({ block: "nearest" });
   announce("");
   focusText(id);
+}
+
+function drawInterrupted(turn) {
+  const box = turn.boxes[1];
+  turn.reply.isRunning = false;
+  box.classList.remove("running");
+  fill(box.querySelector(".body"), turn.reply);
+  box.append(problemDrawn(`The reply was interrupted. ${turn.reason}`, () => { idle(); say(turn); }));
 }
 
 // Send the text of the message field. The text of an interrupted turn is a retry, not a second message.
@@ -540,6 +557,47 @@ async function sendComposed() {
   try { idle(); } catch (error) { problem(error); return; }
   takeText($("text").value);
   if (turn?.request.text === text) say(turn); else send(text);
+}
+
+// -- turns: the tab keeps those that run or were interrupted, so that they survive a reload --
+
+let isLeaving = false;  // the browser ends the replies of a page that is left: these turns are not interrupted
+
+function keepTurn(turn) {
+  if (isLeaving) return;
+  try { sessionStorage.setItem(`turn/${turn.id}`, JSON.stringify({ ...turn, boxes: undefined })); } catch { /* it exceeds the browser's quota */ }
+}
+
+function dropTurn(id) {
+  turns.delete(id);
+  sessionStorage.removeItem(`turn/${id}`);
+}
+
+// Return whether the daemon has stored a turn, so that these messages include it.
+function isStored({ request, numAsked }, found) {
+  return questionsIn(found).slice(numAsked).some(each => each.content === request.text);
+}
+
+// Draw the turns that an earlier page of this tab has left. They do not run yet.
+function restoreTurns() {
+  for (const key of Object.keys(sessionStorage).filter(each => each.startsWith("turn/"))) {
+    const turn = JSON.parse(sessionStorage.getItem(key));
+    turn.isLeft = turn.isRunning;
+    turn.isRunning = false;
+    drawTurn(turn);
+    if (!turn.isLeft) drawInterrupted(turn);
+  }
+}
+
+// Send the messages again whose replies were being written when the page was left. The daemon continues these turns.
+async function resumeTurns(shown) {
+  for (const turn of [...turns.values()].filter(each => each.isLeft)) {
+    turn.isLeft = false;
+    const found = await messagesOf(turn.id).catch(() => []);
+    if (!isStored(turn, found)) say(turn, turn.id === (current || shown));
+    else if (current === turn.id) await show(turn.id);  // it drops the turn
+    else dropTurn(turn.id);
+  }
 }
 
 // -- drafts: the tab keeps the unsent text of each conversation --
@@ -786,6 +844,7 @@ async function connected() {
   linked = "";
   if (conversations.has(id) && !current) await show(id); else if (!current) openDraft("");
   scrollToRow();
+  await resumeTurns(id);
 }
 
 function disconnected(error) {
@@ -843,13 +902,14 @@ document.addEventListener("keydown", event => {
   if (!$("shade").hidden) closeDrawers();
   else if (isRunning(current)) $("stop").click();
 });
-addEventListener("pagehide", () => {  // an interrupted message becomes a draft
-  for (const [id, { isRunning, request }] of turns) if (!isRunning) returnText(request.text, id);
-});
+
+addEventListener("pagehide", () => { isLeaving = true; });
+addEventListener("pageshow", () => { isLeaving = false; });
 
 async function start() {
   drawSettings();
   openMemory(ROOMY.matches && (localStorage.getItem("memory") || (SPACIOUS.matches ? "open" : "")) === "open");
+  restoreTurns();
   begin();
   openDraft(linked);
   try { await connected(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon

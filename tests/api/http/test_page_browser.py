@@ -942,7 +942,7 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         page.fill("#text", "Said once.")
         page.press("#text", "Enter")
         alert = page.get_by_role("alert")
-        expect(alert).to_contain_text("Interrupted. The daemon does not answer")
+        expect(alert).to_contain_text("The reply was interrupted. The connection")
         assert told(page) == ["Said once."]
         page.fill("#text", "The next one.")
         page.unroute(SEND)
@@ -1010,7 +1010,7 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         reply = page.locator("article.reply")
         for _ in range(2):
             expect(reply).to_contain_text("Half a reply")
-            expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+            expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
             expect(page.locator(".waiting, .running")).to_have_count(0)
             assert told(page) == ["A long\nquestion."]
             expect(named(page)).to_have_text("A long question.")
@@ -1021,10 +1021,9 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         page.reload()  # nothing of it is in the history
         expect(named(page)).to_have_text("A long question.")
         expect(page.locator(".welcome")).to_have_count(0)
-        expect(page.locator("#log")).to_contain_text("no messages yet")
-        expect(page.locator("#text")).to_have_value("A long\nquestion.")
-        page.press("#text", "Enter")
-        expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+        expect(reply).to_contain_text("Half a reply")
+        expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
+        assert told(page) == ["A long\nquestion."]
         page.unroute(SEND)
         page.get_by_role("button", name="Try again").click()
         expect(page.locator(".cost")).to_be_visible()
@@ -1033,6 +1032,42 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         page.get_by_label(EDIT).fill("A short question.")
         page.keyboard.press("Enter")
         expect(named(page)).to_have_text("A short question.")
+
+
+def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
+        endless(page)
+        for text in ("Left behind.", "Reloaded."):
+            page.click("#new")
+            page.fill("#text", text)
+            with page.expect_request(SEND) as sent:
+                page.press("#text", "Enter")
+            expect(reply).not_to_be_empty()
+        early = reply.inner_text().strip()[:20]
+        with page.expect_request(
+            lambda each: '"content":"Reloaded."' in (each.post_data or "")
+        ) as again:
+            page.reload()
+        first, second = (json.loads(each.value.post_data) for each in (sent, again))
+        assert first["request_id"] == second["request_id"]
+        expect(named(page)).to_have_text(re.compile("^Reloaded."))
+        expect(reply).to_contain_text(early)
+        assert told(page) == ["Reloaded."]
+        expect(runs).to_have_count(2)
+        expect(page.locator("#text")).to_have_value("")
+        page.wait_for_timeout(6000)  # the daemon gives up a turn without a reader after 5 s
+        expect(runs).to_have_count(2)
+        for text in ("Reloaded.", "Left behind."):
+            page.locator("#list .open", has_text=text).click()
+            expect(page.locator("article.user .body")).to_have_text(text)
+            page.click("#stop")
+            expect(page.locator("article.reply .cost")).to_be_visible()
+            assert [each.content for each in history(slow, page)][::2] == [text]
+        page.reload()
+        expect(page.locator("article.reply .ended")).to_be_visible()
+        assert told(page) == ["Left behind."]
+        expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) -> None:
