@@ -555,6 +555,10 @@ async function sendComposed() {
   const text = $("text").value.trim(), turn = turns.get(current);
   if (!text) return;
   try { idle(); } catch (error) { problem(error); return; }
+  if (turn && turn.request.text !== text) {
+    const note = `“${firstWords(turn.request.text)}” and its partial reply will be removed. You cannot undo this.`;
+    if (!await ask({ title: "Send another message?", note, yes: "Remove and send", isDanger: true })) return;
+  }
   takeText($("text").value);
   if (turn?.request.text === text) say(turn); else send(text);
 }
@@ -694,7 +698,7 @@ async function replyAgain(message, before) {
   idle();
   const question = messages.slice(0, messages.indexOf(message)).findLast(each => each.role === "ROLE_USER");
   if (!question) return;
-  const later = messages.length - 1 - messages.indexOf(message);
+  const later = messages.length - 1 - messages.indexOf(message) + (turns.has(current) ? 2 : 0);  // an interrupted turn is later, too
   if (later) {
     const note = `${counted(later, "later message")} will be removed. You cannot undo this.`;
     if (!await ask({ title: "Write another reply?", note, yes: "Remove and write", isDanger: true })) return;

@@ -1034,6 +1034,33 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         expect(named(page)).to_have_text("A short question.")
 
 
+def test_an_interrupted_question_is_removed_only_after_a_question(
+    browser: Any, slow: HttpRig
+) -> None:
+    half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "Hello.")
+        page.route(SEND, lambda route: route.fulfill(content_type="text/event-stream", body=half))
+        page.fill("#text", "Interrupted.")
+        page.press("#text", "Enter")
+        expect(page.get_by_role("alert")).to_be_visible()
+        page.unroute(SEND)
+        page.fill("#text", "Another one.")
+        page.press("#text", "Enter")
+        box = page.get_by_role("dialog", name="Send another message?")
+        expect(box).to_contain_text("“Interrupted.” and its partial reply will be removed.")
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#text")).to_have_value("Another one.")
+        assert told(page) == ["Hello.", "Interrupted."]
+        act(page, "reply", 0, AGAIN)
+        expect(page.locator("#ask")).to_contain_text("2 later messages will be removed.")
+        page.get_by_role("button", name="Cancel").click()
+        page.press("#text", "Enter")
+        page.click("#ask-yes")
+        expect(page.locator("article.reply .cost")).to_have_count(2)
+        assert told(page) == ["Hello.", "Another one."]
+
+
 def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow, is_quiet=False) as page:
         reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
