@@ -53,6 +53,7 @@ async function refresh(id) {
 }
 
 const titleOf = id => conversations.get(id)?.title || turns.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
+const isLoading = () => server.state === "SERVER_STATE_LOADING";
 const isRunning = id => Boolean(turns.get(id)?.isRunning);
 const questionsIn = found => found.filter(each => each.role === "ROLE_USER");
 
@@ -164,7 +165,7 @@ async function search() {
       try {
         const text = await textOf(id, signal), at = text.toLowerCase().indexOf(wanted);
         if (at < 0 || signal.aborted) continue;
-        results.set(id, excerptOf(text, at, wanted.length));
+        results.set(id, unmarked(excerptOf(text, at, wanted.length)));
         drawList();
       } catch (caught) { if (caught.status !== 404) error = caught; }
     }
@@ -196,6 +197,12 @@ function excerptOf(text, at, length, most = EXCERPT) {
     found: text.slice(at, at + length),
     after: text.slice(at + length, at + length + 4 * most),
   };
+}
+
+// Return an excerpt without the asterisks of emphasis. Other asterisks have a space on both sides.
+function unmarked({ before, found, after }) {
+  const plain = text => text.replace(/(?<!\S)\*+(?=[^\s*])|(?<=[^\s*])\*+/g, "");
+  return { before: plain(before), found: plain(found), after: plain(after) };
 }
 
 function markedDrawn(cls, { before, found, after }) {
@@ -643,6 +650,8 @@ function focusText(id) {
 function drawComposer() {
   const is = isRunning(current);
   $("send").hidden = is;
+  $("send").disabled = isLoading();
+  $("send").title = isLoading() ? "You can send when the model is loaded" : "Send (Enter)";
   $("stop").hidden = !is;
   $("log").setAttribute("aria-busy", String(is));
   $("keys").textContent = is ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
@@ -650,6 +659,7 @@ function drawComposer() {
 
 // Raise an error if no message can be sent now.
 function idle() {
+  if (isLoading()) throw new Error("The model is loading. Your message stays here until you can send it.");
   if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
   if ([...turns.keys()].filter(isRunning).length >= REPLIES_MAX) throw new Error(`${REPLIES_MAX} replies are being written. Wait for one of them, or stop it.`);
 }
@@ -835,8 +845,9 @@ async function connected() {
   const wasLost = !$("banner").hidden;
   if (isListed && !wasLost) return;
   await describe();
-  while (server.state === "SERVER_STATE_LOADING") {
+  while (isLoading()) {
     drawBanner("The model is loading …");
+    if (isPictured) drawPicture({ conversations: [] });  // the memory of the daemon before its restart
     await new Promise(done => setTimeout(done, 1000));
     await describe();
   }
@@ -864,13 +875,15 @@ function drawBanner(text, isBad = false) {
 }
 
 async function describe() {
+  const { model: modelBefore } = server;
   ({ server } = await call("GetServerInfo", {}));
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
   const model = server.model.split("/").at(-1);  // of a path or of a name at the hub
   $("server").title = server.model;
   $("server").replaceChildren(model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
   $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${model}`;
-  if (!current) drawLog();
+  if (server.model !== modelBefore) document.querySelector(".welcome")?.replaceWith(welcomeDrawn());
+  drawComposer();
 }
 
 // -- events --

@@ -700,6 +700,7 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         page.fill("#search", "OAK")
         expect(found).to_have_text("2 conversations found.")
         expect(rows.filter(has_text="Botany").locator("mark")).to_have_text("oak")
+        expect(rows.filter(has_text="Botany")).to_contain_text("…Quercus is an oak.")
         expect(rows.filter(has_text="An oak chest").locator("mark")).to_have_text("oak")
         page.fill("#search", "quercus")
         expect(rows).to_have_count(1)
@@ -1140,6 +1141,37 @@ def test_the_page_waits_while_the_model_loads(browser: Any, slow: HttpRig, is_op
         expect(banner).to_be_hidden()
         expect(named(page)).to_have_text(title)
         expect(page.locator("article.user")).to_have_count(1)
+
+
+def test_a_message_waits_while_the_model_loads(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        expect(page.locator(".strip, #strips .note").first).to_be_visible()
+        say(page, "Before the restart.")
+        expect(page.locator(".strip").first).to_be_visible()
+        page.click("#new")
+        sent = []
+        page.on("request", lambda each: sent.append(each.url))
+        with loading(slow):
+            page.evaluate(RECONNECT)
+            expect(page.locator("#banner")).to_have_text("The model is loading …")
+            expect(page.locator(".strip")).to_have_count(0)
+            expect(page.locator("#engine")).to_be_hidden()
+            example = page.locator(".examples button").nth(1)
+            example.focus()
+            page.wait_for_timeout(1500)  # the page asks for the state each second
+            expect(example).to_be_focused()
+            page.fill("#text", "Wait for it.")
+            page.press("#text", "Enter")
+            page.wait_for_timeout(1500)
+            expect(page.get_by_role("alert")).to_contain_text("The model is loading.")
+            expect(page.locator("#send")).to_be_disabled()
+            expect(page.locator("#text")).to_have_value("Wait for it.")
+        expect(page.locator("#banner")).to_be_hidden()
+        expect(page.get_by_role("alert")).to_have_count(0)
+        assert not [each for each in sent if each.endswith(("CreateConversation", "SendMessage"))]
+        page.click("#send")
+        expect(page.locator("article.reply .cost")).to_be_visible()
+        assert told(page) == ["Wait for it."]
 
 
 def focused(page: Any) -> str:
