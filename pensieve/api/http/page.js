@@ -53,8 +53,9 @@ async function refresh(id) {
 }
 
 const titleOf = id => conversations.get(id)?.title || turns.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
+const isLoading = () => server.state === "SERVER_STATE_LOADING";
 const isRunning = id => Boolean(turns.get(id)?.isRunning);
-const numAsked = found => found.filter(each => each.role === "ROLE_USER").length;
+const questionsIn = found => found.filter(each => each.role === "ROLE_USER");
 
 // Return the title of a conversation that begins with this text.
 function firstWords(text) {
@@ -124,7 +125,7 @@ async function askDelete(id) {
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
   await call("DeleteConversation", { conversation_id: id });
   conversations.delete(id);
-  turns.delete(id);
+  dropTurn(id);
   sessionStorage.removeItem(`draft/${id}`);
   if (current === id) begin(); else { drawList(); focusRow(near); }
   announce("Conversation deleted");
@@ -164,7 +165,7 @@ async function search() {
       try {
         const text = await textOf(id, signal), at = text.toLowerCase().indexOf(wanted);
         if (at < 0 || signal.aborted) continue;
-        results.set(id, excerptOf(text, at, wanted.length));
+        results.set(id, unmarked(excerptOf(text, at, wanted.length)));
         drawList();
       } catch (caught) { if (caught.status !== 404) error = caught; }
     }
@@ -196,6 +197,12 @@ function excerptOf(text, at, length, most = EXCERPT) {
     found: text.slice(at, at + length),
     after: text.slice(at + length, at + length + 4 * most),
   };
+}
+
+// Return an excerpt without the asterisks of emphasis. Other asterisks have a space on both sides.
+function unmarked({ before, found, after }) {
+  const plain = text => text.replace(/(?<!\S)\*+(?=[^\s*])|(?<=[^\s*])\*+/g, "");
+  return { before: plain(before), found: plain(found), after: plain(after) };
 }
 
 function markedDrawn(cls, { before, found, after }) {
@@ -253,7 +260,7 @@ async function show(id, words = "") {
     const found = await mine;
     if (opening !== mine) return;  // another conversation was selected meanwhile
     if (turn && !turns.has(id)) return show(id, words);  // its reply was completed meanwhile
-    if (turn && !turn.isRunning && numAsked(found) > turn.numAsked) turns.delete(id);  // the daemon has kept the turn
+    if (turn && !turn.isRunning && isStored(turn, found)) dropTurn(id);
     messages = found;
     current = id;
     openSidebar(false);
@@ -409,22 +416,15 @@ function send(text) {
 }
 
 // Send a turn's message and draw the reply as it streams. If it is sent again, the daemon runs the turn only once.
-async function say(turn) {
+// `isShown`: also show its conversation.
+async function say(turn, isShown = true) {
   const { id, request } = turn;
   for (const each of turns.get(id)?.boxes || []) each.remove();  // an interrupted turn
   turn.isRunning = true;
   turn.reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
-  turn.boxes = [{ role: "ROLE_USER", content: request.text, isRunning: true }, turn.reply].map(messageDrawn);
-  turn.numAsked = numAsked(messages);
-  turns.set(id, turn);
-  if (!messages.length) $("log").replaceChildren();
-  for (const each of problems()) each.remove();
-  $("log").append(...turn.boxes);
-  $("log").scrollTop = $("log").scrollHeight;
-  current = id;
-  openDraft(id);
-  drawAround();
-  announce("Waiting for the reply");
+  drawTurn(turn);
+  if (isShown) showTurn(turn); else drawList();
+  keepTurn(turn);
   try {
     if (turn.isFresh) await create(turn);
     await stream(turn);
@@ -433,11 +433,28 @@ async function say(turn) {
     if (turns.get(id) === turn) await fail(turn, error).catch(problem);
     return;
   }
-  turns.delete(id);
+  dropTurn(id);
   try {
     if (current === id) await finish(turn); else await refresh(id);
   } catch (error) { problem(error, () => show(id)); }
   focusText(id);
+}
+
+function drawTurn(turn) {
+  turn.boxes = [{ role: "ROLE_USER", content: turn.request.text, isRunning: true }, turn.reply].map(messageDrawn);
+  turns.set(turn.id, turn);
+}
+
+function showTurn(turn) {
+  turn.numAsked = questionsIn(messages).length;
+  if (!messages.length) $("log").replaceChildren();
+  for (const each of problems()) each.remove();
+  $("log").append(...turn.boxes);
+  $("log").scrollTop = $("log").scrollHeight;
+  current = turn.id;
+  openDraft(current);
+  drawAround();
+  announce("Waiting for the reply");
 }
 
 async function create({ id, title }) {
@@ -513,16 +530,15 @@ async function fail(turn, error) {
     say({ ...turn, request: { ...request, id: crypto.randomUUID() } });
   };
   if (isRefused) {
-    turns.delete(id);
+    dropTurn(id);
     if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
     if (isShown && !conversations.has(id)) { keepDraft(""); current = null; }
     returnText(request.text, conversations.has(id) ? id : "");
     if (isShown) drawAll(); else drawList();
   } else {
-    reply.isRunning = false;
-    boxes[1].classList.remove("running");
-    fill(boxes[1].querySelector(".body"), reply);
-    boxes[1].append(problemDrawn(`Interrupted. ${wordsOf(error, id)}`, () => { idle(); say(turn); }));
+    turn.reason = error instanceof Lost ? "The connection to the daemon was lost." : wordsOf(error, id);
+    drawInterrupted(turn);
+    keepTurn(turn);
     drawAround();
   }
   if (!isShown) problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
@@ -532,14 +548,67 @@ async function fail(turn, error) {
   focusText(id);
 }
 
+function drawInterrupted(turn) {
+  const box = turn.boxes[1];
+  turn.reply.isRunning = false;
+  box.classList.remove("running");
+  fill(box.querySelector(".body"), turn.reply);
+  box.append(problemDrawn(`The reply was interrupted. ${turn.reason}`, () => { idle(); say(turn); }));
+}
+
 // Send the text of the message field. The text of an interrupted turn is a retry, not a second message.
 async function sendComposed() {
   while (opening) try { await opening; } catch { return; }  // the message is for the conversation that is being opened
   const text = $("text").value.trim(), turn = turns.get(current);
   if (!text) return;
   try { idle(); } catch (error) { problem(error); return; }
+  if (turn && turn.request.text !== text) {
+    const note = `“${firstWords(turn.request.text)}” and its partial reply will be removed. You cannot undo this.`;
+    if (!await ask({ title: "Send another message?", note, yes: "Remove and send", isDanger: true })) return;
+  }
   takeText($("text").value);
   if (turn?.request.text === text) say(turn); else send(text);
+}
+
+// -- turns: the tab keeps those that run or were interrupted, so that they survive a reload --
+
+let isLeaving = false;  // the browser ends the replies of a page that is left: these turns are not interrupted
+
+function keepTurn(turn) {
+  if (isLeaving) return;
+  try { sessionStorage.setItem(`turn/${turn.id}`, JSON.stringify({ ...turn, boxes: undefined })); } catch { /* it exceeds the browser's quota */ }
+}
+
+function dropTurn(id) {
+  turns.delete(id);
+  sessionStorage.removeItem(`turn/${id}`);
+}
+
+// Return whether the daemon has stored a turn, so that these messages include it.
+function isStored({ request, numAsked }, found) {
+  return questionsIn(found).slice(numAsked).some(each => each.content === request.text);
+}
+
+// Draw the turns that an earlier page of this tab has left. They do not run yet.
+function restoreTurns() {
+  for (const key of Object.keys(sessionStorage).filter(each => each.startsWith("turn/"))) {
+    const turn = JSON.parse(sessionStorage.getItem(key));
+    turn.isLeft = turn.isRunning;
+    turn.isRunning = false;
+    drawTurn(turn);
+    if (!turn.isLeft) drawInterrupted(turn);
+  }
+}
+
+// Send the messages again whose replies were being written when the page was left. The daemon continues these turns.
+async function resumeTurns(shown) {
+  for (const turn of [...turns.values()].filter(each => each.isLeft)) {
+    turn.isLeft = false;
+    const found = await messagesOf(turn.id).catch(() => []);
+    if (!isStored(turn, found)) say(turn, turn.id === (current || shown));
+    else if (current === turn.id) await show(turn.id);  // it drops the turn
+    else dropTurn(turn.id);
+  }
 }
 
 // -- drafts: the tab keeps the unsent text of each conversation --
@@ -581,6 +650,8 @@ function focusText(id) {
 function drawComposer() {
   const is = isRunning(current);
   $("send").hidden = is;
+  $("send").disabled = isLoading();
+  $("send").title = isLoading() ? "You can send when the model is loaded" : "Send (Enter)";
   $("stop").hidden = !is;
   $("log").setAttribute("aria-busy", String(is));
   $("keys").textContent = is ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
@@ -588,6 +659,7 @@ function drawComposer() {
 
 // Raise an error if no message can be sent now.
 function idle() {
+  if (isLoading()) throw new Error("The model is loading. Your message stays here until you can send it.");
   if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
   if ([...turns.keys()].filter(isRunning).length >= REPLIES_MAX) throw new Error(`${REPLIES_MAX} replies are being written. Wait for one of them, or stop it.`);
 }
@@ -636,7 +708,7 @@ async function replyAgain(message, before) {
   idle();
   const question = messages.slice(0, messages.indexOf(message)).findLast(each => each.role === "ROLE_USER");
   if (!question) return;
-  const later = messages.length - 1 - messages.indexOf(message);
+  const later = messages.length - 1 - messages.indexOf(message) + (turns.has(current) ? 2 : 0);  // an interrupted turn is later, too
   if (later) {
     const note = `${counted(later, "later message")} will be removed. You cannot undo this.`;
     if (!await ask({ title: "Write another reply?", note, yes: "Remove and write", isDanger: true })) return;
@@ -773,8 +845,9 @@ async function connected() {
   const wasLost = !$("banner").hidden;
   if (isListed && !wasLost) return;
   await describe();
-  while (server.state === "SERVER_STATE_LOADING") {
+  while (isLoading()) {
     drawBanner("The model is loading …");
+    if (isPictured) drawPicture({ conversations: [] });  // the memory of the daemon before its restart
     await new Promise(done => setTimeout(done, 1000));
     await describe();
   }
@@ -786,6 +859,7 @@ async function connected() {
   linked = "";
   if (conversations.has(id) && !current) await show(id); else if (!current) openDraft("");
   scrollToRow();
+  await resumeTurns(id);
 }
 
 function disconnected(error) {
@@ -801,13 +875,15 @@ function drawBanner(text, isBad = false) {
 }
 
 async function describe() {
+  const { model: modelBefore } = server;
   ({ server } = await call("GetServerInfo", {}));
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
   const model = server.model.split("/").at(-1);  // of a path or of a name at the hub
   $("server").title = server.model;
   $("server").replaceChildren(model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
   $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${model}`;
-  if (!current) drawLog();
+  if (server.model !== modelBefore) document.querySelector(".welcome")?.replaceWith(welcomeDrawn());
+  drawComposer();
 }
 
 // -- events --
@@ -843,13 +919,14 @@ document.addEventListener("keydown", event => {
   if (!$("shade").hidden) closeDrawers();
   else if (isRunning(current)) $("stop").click();
 });
-addEventListener("pagehide", () => {  // an interrupted message becomes a draft
-  for (const [id, { isRunning, request }] of turns) if (!isRunning) returnText(request.text, id);
-});
+
+addEventListener("pagehide", () => { isLeaving = true; });
+addEventListener("pageshow", () => { isLeaving = false; });
 
 async function start() {
   drawSettings();
   openMemory(ROOMY.matches && (localStorage.getItem("memory") || (SPACIOUS.matches ? "open" : "")) === "open");
+  restoreTurns();
   begin();
   openDraft(linked);
   try { await connected(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon

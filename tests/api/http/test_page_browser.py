@@ -700,6 +700,7 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         page.fill("#search", "OAK")
         expect(found).to_have_text("2 conversations found.")
         expect(rows.filter(has_text="Botany").locator("mark")).to_have_text("oak")
+        expect(rows.filter(has_text="Botany")).to_contain_text("…Quercus is an oak.")
         expect(rows.filter(has_text="An oak chest").locator("mark")).to_have_text("oak")
         page.fill("#search", "quercus")
         expect(rows).to_have_count(1)
@@ -942,7 +943,7 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         page.fill("#text", "Said once.")
         page.press("#text", "Enter")
         alert = page.get_by_role("alert")
-        expect(alert).to_contain_text("Interrupted. The daemon does not answer")
+        expect(alert).to_contain_text("The reply was interrupted. The connection")
         assert told(page) == ["Said once."]
         page.fill("#text", "The next one.")
         page.unroute(SEND)
@@ -1010,7 +1011,7 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         reply = page.locator("article.reply")
         for _ in range(2):
             expect(reply).to_contain_text("Half a reply")
-            expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+            expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
             expect(page.locator(".waiting, .running")).to_have_count(0)
             assert told(page) == ["A long\nquestion."]
             expect(named(page)).to_have_text("A long question.")
@@ -1021,10 +1022,9 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         page.reload()  # nothing of it is in the history
         expect(named(page)).to_have_text("A long question.")
         expect(page.locator(".welcome")).to_have_count(0)
-        expect(page.locator("#log")).to_contain_text("no messages yet")
-        expect(page.locator("#text")).to_have_value("A long\nquestion.")
-        page.press("#text", "Enter")
-        expect(reply.get_by_role("alert")).to_contain_text("Interrupted.")
+        expect(reply).to_contain_text("Half a reply")
+        expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
+        assert told(page) == ["A long\nquestion."]
         page.unroute(SEND)
         page.get_by_role("button", name="Try again").click()
         expect(page.locator(".cost")).to_be_visible()
@@ -1033,6 +1033,69 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         page.get_by_label(EDIT).fill("A short question.")
         page.keyboard.press("Enter")
         expect(named(page)).to_have_text("A short question.")
+
+
+def test_an_interrupted_question_is_removed_only_after_a_question(
+    browser: Any, slow: HttpRig
+) -> None:
+    half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "Hello.")
+        page.route(SEND, lambda route: route.fulfill(content_type="text/event-stream", body=half))
+        page.fill("#text", "Interrupted.")
+        page.press("#text", "Enter")
+        expect(page.get_by_role("alert")).to_be_visible()
+        page.unroute(SEND)
+        page.fill("#text", "Another one.")
+        page.press("#text", "Enter")
+        box = page.get_by_role("dialog", name="Send another message?")
+        expect(box).to_contain_text("“Interrupted.” and its partial reply will be removed.")
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#text")).to_have_value("Another one.")
+        assert told(page) == ["Hello.", "Interrupted."]
+        act(page, "reply", 0, AGAIN)
+        expect(page.locator("#ask")).to_contain_text("2 later messages will be removed.")
+        page.get_by_role("button", name="Cancel").click()
+        page.press("#text", "Enter")
+        page.click("#ask-yes")
+        expect(page.locator("article.reply .cost")).to_have_count(2)
+        assert told(page) == ["Hello.", "Another one."]
+
+
+def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
+        endless(page)
+        for text in ("Left behind.", "Reloaded."):
+            page.click("#new")
+            page.fill("#text", text)
+            with page.expect_request(SEND) as sent:
+                page.press("#text", "Enter")
+            expect(reply).not_to_be_empty()
+        early = reply.inner_text().strip()[:20]
+        with page.expect_request(
+            lambda each: '"content":"Reloaded."' in (each.post_data or "")
+        ) as again:
+            page.reload()
+        first, second = (json.loads(each.value.post_data) for each in (sent, again))
+        assert first["request_id"] == second["request_id"]
+        expect(named(page)).to_have_text(re.compile("^Reloaded."))
+        expect(reply).to_contain_text(early)
+        assert told(page) == ["Reloaded."]
+        expect(runs).to_have_count(2)
+        expect(page.locator("#text")).to_have_value("")
+        page.wait_for_timeout(6000)  # the daemon gives up a turn without a reader after 5 s
+        expect(runs).to_have_count(2)
+        for text in ("Reloaded.", "Left behind."):
+            page.locator("#list .open", has_text=text).click()
+            expect(page.locator("article.user .body")).to_have_text(text)
+            page.click("#stop")
+            expect(page.locator("article.reply .cost")).to_be_visible()
+            assert [each.content for each in history(slow, page)][::2] == [text]
+        page.reload()
+        expect(page.locator("article.reply .ended")).to_be_visible()
+        assert told(page) == ["Left behind."]
+        expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) -> None:
@@ -1078,6 +1141,37 @@ def test_the_page_waits_while_the_model_loads(browser: Any, slow: HttpRig, is_op
         expect(banner).to_be_hidden()
         expect(named(page)).to_have_text(title)
         expect(page.locator("article.user")).to_have_count(1)
+
+
+def test_a_message_waits_while_the_model_loads(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        expect(page.locator(".strip, #strips .note").first).to_be_visible()
+        say(page, "Before the restart.")
+        expect(page.locator(".strip").first).to_be_visible()
+        page.click("#new")
+        sent = []
+        page.on("request", lambda each: sent.append(each.url))
+        with loading(slow):
+            page.evaluate(RECONNECT)
+            expect(page.locator("#banner")).to_have_text("The model is loading …")
+            expect(page.locator(".strip")).to_have_count(0)
+            expect(page.locator("#engine")).to_be_hidden()
+            example = page.locator(".examples button").nth(1)
+            example.focus()
+            page.wait_for_timeout(1500)  # the page asks for the state each second
+            expect(example).to_be_focused()
+            page.fill("#text", "Wait for it.")
+            page.press("#text", "Enter")
+            page.wait_for_timeout(1500)
+            expect(page.get_by_role("alert")).to_contain_text("The model is loading.")
+            expect(page.locator("#send")).to_be_disabled()
+            expect(page.locator("#text")).to_have_value("Wait for it.")
+        expect(page.locator("#banner")).to_be_hidden()
+        expect(page.get_by_role("alert")).to_have_count(0)
+        assert not [each for each in sent if each.endswith(("CreateConversation", "SendMessage"))]
+        page.click("#send")
+        expect(page.locator("article.reply .cost")).to_be_visible()
+        assert told(page) == ["Wait for it."]
 
 
 def focused(page: Any) -> str:
