@@ -179,6 +179,9 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path)
         assert store.verify() == []
 
 
+ENGINE = b"pensieve.launch.engine_process"
+
+
 def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
@@ -206,7 +209,7 @@ def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
         start_new_session=True,
     )
     # Do not stop a child that has been forked but not executed: its parent would wait for it.
-    while not (engines := _children_of(process.pid)) or b"engine" not in _command(engines[0]):
+    while not (engines := _children_of(process.pid)) or ENGINE not in _command(engines[0]):
         assert process.poll() is None
     os.kill(engines[0], signal.SIGSTOP)  # so that it loads as long as the test needs
     os.killpg(process.pid, signal.SIGINT)
