@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ T = TypeVar("T")
 HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 HANG_SECONDS = 1.0  # timeout for the daemon that never answers
+GAP_SECONDS = 3.0  # between the turns on a and on b: their idle times are read one after the other
 
 
 @dataclass
@@ -53,7 +55,10 @@ def replicas_in(folder: Path) -> Iterator[Replicas]:
             alive.append(replica_at(name, folder / name))
         hanging = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = hanging.getsockname()[1]
-        for name, conversation_id in (("a", "x"), ("a", "y"), ("b", "x"), ("b", "z")):
+        for name, conversation_id in (("a", "x"), ("a", "y")):
+            rigs[name].ask(conversation_id, "one two three", sampling=SHORT)
+        time.sleep(GAP_SECONDS)
+        for name, conversation_id in (("b", "x"), ("b", "z")):
             rigs[name].ask(conversation_id, "one two three", sampling=SHORT)
         yield Replicas(
             rigs,
