@@ -39,7 +39,7 @@ struct Part {
   int64_t page_stride;      // between pages, in elements, or in bytes if rows are codes
   const int32_t* pages;     // the turn's page table
   int32_t first_page, end_page;
-  bool continues;           // the partial result already includes earlier pages: 1 plus a multiple of kBlockPages
+  bool continues;           // the partial result includes earlier pages; their number is 1 + a multiple of kBlockPages
   const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
   int32_t position;         // position of the item's first token
   int32_t num_tokens;       // number of the item's tokens

@@ -12,14 +12,14 @@ namespace pensieve {
 enum class Stage : int {  // in the order of PARTS in pensieve/kernels/layer/cpu.py
   kNormBefore,
   kHeadsIn,
-  kTurn,
+  kRotation,
   kWriteKv,
   kAttend,
   kHeadsOut,
-  kMiddle,
+  kSumAndNorm,
   kMlpIn,
   kMlpOut,
-  kLast,
+  kSum,
   kAlone,  // a product that is not part of a layer
   kNumStages,
 };

@@ -210,7 +210,7 @@ static void before_attention(const char* only, const Layer* layer, const Buffers
                         layer->head_size, rotary};
   if (rotary || layer->query_norm.weight)
     worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
-  laps.lap(Stage::kTurn);
+  laps.lap(Stage::kRotation);
 }
 
 int32_t pensieve_before_attention(const char* only, const Layer* layer, const Buffers* buffers,
@@ -248,7 +248,7 @@ static void after_attention(const char* only, const Layer* layer, const Buffers*
   } else {
     worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
   }
-  laps.lap(Stage::kMiddle);
+  laps.lap(Stage::kSumAndNorm);
   if (layer->experts) {
     run_experts(dense,
                 {layer->experts, &buffers->experts, buffers->normed, num_rows, worker.element_bytes,
@@ -264,7 +264,7 @@ static void after_attention(const char* only, const Layer* layer, const Buffers*
   laps.lap(Stage::kMlpOut);
   const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
-  laps.lap(Stage::kLast);
+  laps.lap(Stage::kSum);
 }
 
 int32_t pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,

@@ -1,7 +1,7 @@
-// The kernels for ARM with dot products of bytes (most since 2018), in vectors of four floats.
+// The kernels for ARM processors with int8 dot products (most since 2018), in vectors of four floats.
 //
-// Older processors use plain.cpp, which differs only in products of int8 weights, because every 64-bit ARM processor
-// has NEON. Compiled with +dotprod.
+// Older ARM processors use plain.cpp. It is compiled to NEON there, too, because every 64-bit ARM processor has NEON.
+// So only products of int8 weights differ. Compiled with +dotprod.
 #define LANES 4
 #define BFLOAT16_DOT 0
 #define SIGNED_DOT 1

@@ -121,7 +121,7 @@ class Word {
 class Team {
  public:
   // Returns false if another caller uses the team.
-  bool run(int num_helpers, Act act, void* work) {
+  bool run(int num_helpers, RunWork act, void* work) {
     if (taken_.exchange(true, std::memory_order_acquire)) return false;
     if (num_helpers > num_helpers_) hire(num_helpers);
     act_ = act;
@@ -167,7 +167,7 @@ class Team {
 
   std::atomic<bool> taken_{false};
   int num_helpers_ = 0;
-  Act act_ = nullptr;
+  RunWork act_ = nullptr;
   void* work_ = nullptr;
   alignas(64) Word gate_;
   alignas(64) Word round_;
@@ -188,7 +188,7 @@ Team* team() {
 
 }  // namespace
 
-void run_on_threads(int num_threads, Act act, void* work) {
+void run_on_threads(int num_threads, RunWork act, void* work) {
   Team* const found = team();
   if (!found || !found->run(num_threads - 1, act, work)) act(work);
 }

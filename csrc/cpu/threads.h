@@ -12,8 +12,8 @@ namespace pensieve {
 
 constexpr int kPiecesToClaimEarly = 4;  // minimum number of pieces per thread to claim the next piece early
 
-using Act = void (*)(void*);
-void run_on_threads(int num_threads, Act act, void* work);
+using RunWork = void (*)(void*);
+void run_on_threads(int num_threads, RunWork run, void* work);
 
 template <typename Work>
 void on_threads(int num_threads, Work& work) {

@@ -74,7 +74,7 @@ class CapacityOptions:
     seconds: float  # time in which conversations begin
     rounds: int  # with a given rate
     seed: int
-    ways: tuple[str, ...] = (OURS, MIXED, FIRST)
+    schedulers: tuple[str, ...] = (OURS, MIXED, FIRST)
 
     def __post_init__(self) -> None:
         load = self.load
@@ -124,8 +124,10 @@ class Scheduling(NamedTuple):
 def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
     load = options.load
     with measured_model(options.model, DEFAULT_MODEL) as folder:
-        base = 0.0 if options.tbt else measured_base(folder)
-        objectives = [options.tbt] if options.tbt else [STRICT * base, RELAXED * base]
+        decode_seconds = 0.0 if options.tbt else measured_decode_seconds(folder)
+        objectives = (
+            [options.tbt] if options.tbt else [STRICT * decode_seconds, RELAXED * decode_seconds]
+        )
         what = f"{options.rate:g} conversations/s" if options.rate else "the highest load"
         report.about(
             model_in_words(options.model, DEFAULT_MODEL),
@@ -134,22 +136,22 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
             str(load),
             f"seed {options.seed}",
         )
-        if base:
+        if decode_seconds:
             report.line(
                 f"an iteration of {BATCH} generating turns with contexts of {CONTEXT:,} tokens takes "
-                f"{in_time(base)}. Objectives between tokens: strict {in_time(objectives[0])}, "
+                f"{in_time(decode_seconds)}. Objectives between tokens: strict {in_time(objectives[0])}, "
                 f"relaxed {in_time(objectives[1])}"
             )
         gc_pause.freeze()  # a collection over torch's objects would delay all clients
         rows: list[CapacityRow] = []
         found: list[CapacityResult] = []
         aim = 1.0 if options.rate else AIM
-        for scheduling, limits in daemons(options.ways, objectives, aim):
+        for scheduling, limits in daemons(options.schedulers, objectives, aim):
             with trials(folder, scheduling, options) as trial:
                 if options.rate:
                     for number in range(options.rounds):
                         played = trial(options.rate, options.seed + number, None)
-                        rows += noted(scheduling, limits, options, number, played, report)
+                        rows += rows_of_round(scheduling, limits, options, number, played, report)
                 else:
                     searched = search(scheduling, limits, options, trial)
                     rows += searched.rows
@@ -168,7 +170,7 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
             "seed": options.seed,
             "objectives": objectives,
             "first_token_objective": options.ttft or None,
-            "decode_seconds": base or None,
+            "decode_seconds": decode_seconds or None,
             "rows": [row.values() for row in rows],
             "capacity": [asdict(each) for each in found],
         }
@@ -176,18 +178,18 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
     return rows
 
 
-def measured_base(folder: Path) -> float:
-    from pensieve.bench.step import decode_seconds
+def measured_decode_seconds(folder: Path) -> float:
+    from pensieve.bench import step
 
     progress(f"measuring an iteration of {BATCH} turns with contexts of {CONTEXT:,} tokens")
-    return decode_seconds(folder, BATCH, CONTEXT, REPEATS)
+    return step.decode_seconds(folder, BATCH, CONTEXT, REPEATS)
 
 
 def daemons(
-    ways: Sequence[str], objectives: Sequence[float], aim: float = 1.0
+    schedulers: Sequence[str], objectives: Sequence[float], aim: float = 1.0
 ) -> Iterator[tuple[Scheduling, Sequence[float]]]:
     """Yield each daemon to start, and the objectives that its figures are compared with."""
-    for name in ways:
+    for name in schedulers:
         if name == OURS:
             yield from ((Scheduling(OURS, tbt, aim), (tbt,)) for tbt in objectives)
         else:
@@ -216,7 +218,7 @@ def _play(
     return asyncio.run(play(daemon.address, scripts, options.load.output_tokens, seconds_max))
 
 
-def noted(
+def rows_of_round(
     scheduling: Scheduling,
     objectives: Sequence[float],
     options: CapacityOptions,
@@ -224,7 +226,7 @@ def noted(
     played: Played,
     report: Report,
 ) -> list[CapacityRow]:
-    """Return a row for each objective; the rows differ only in the attained share."""
+    """Report a round. Return a row for each objective; the rows differ only in the attained share."""
     rows = []
     for objective in objectives:
         figures = Figures.of(played, WARM_SHARE * options.seconds, objective)

@@ -35,7 +35,8 @@ def stats_table(stats: pb.Stats) -> RenderableType:
         table.add_row(
             f"{name} tier",
             f"{share:4.0%} of {tier.pages * size:,} tokens used, "
-            f"{tier.pages_clean * size:,} clean, {tier.pages_free * size:,} free",
+            + (f"{tier.pages_clean * size:,} also on the host, " if name == "device" else "")
+            + f"{tier.pages_free * size:,} free",
         )
     table.add_row(
         "turns",

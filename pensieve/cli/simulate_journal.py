@@ -124,7 +124,7 @@ def _outcome(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
     if problem is None:
         yield f"{path}: {agreed}, all planned again as they were recorded"
     else:
-        yield f"{path}: {problem}; planned as recorded before that: {agreed}"
+        yield f"{path}: {problem}. The {agreed} before this were planned as recorded"
         if replay.written_by != __version__:
             by = replay.written_by or "(an old version)"
             yield f"  pensieve {by} wrote it; {__version__} may plan differently"

@@ -414,10 +414,10 @@ class Turn:
                     return event
                 continue
             self._detach()
-            if error is not None and course.is_over_time(error):
+            if error is not None and course.has_timed_out(error):
                 request = course.end_request()
                 answer = self._connection.end_turn(request, course.route) if request else None
-                course.time_is_over(error, answer)
+                course.finish_after_timeout(error, answer)
             elif pause := course.stream_ended(error):
                 self._sleep(pause)
         return None

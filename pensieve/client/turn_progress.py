@@ -270,13 +270,15 @@ class TurnCourse:
         if answer is not None:
             self._fate = WHAT_STAYS.get(answer.finish_reason, ALL_STAYS)
 
-    def is_over_time(self, error: PensieveError | None) -> bool:
+    def has_timed_out(self, error: PensieveError | None) -> bool:
         """Return whether the stream ended with a timeout before the reply was complete."""
         return (
             isinstance(error, DeadlineExceeded) and self.progress.reply is None and not self._left
         )
 
-    def time_is_over(self, error: PensieveError, answer: pb.CancelTurnResponse | None) -> None:
+    def finish_after_timeout(
+        self, error: PensieveError, answer: pb.CancelTurnResponse | None
+    ) -> None:
         """Raise DeadlineExceeded. Return instead if the server says that the reply is complete."""
         self.was_ended(answer)
         if answer is None:

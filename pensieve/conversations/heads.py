@@ -1,6 +1,6 @@
 """Render and tokenize the messages that a conversation has before its first turn.
 
-The *head* is the tokens of these messages that are in the log before the first turn:
+The *head* is the part of these messages' tokens that the log already contains before the first turn:
 
     kind of conversation    messages before the first turn    tokens
     plain                   a system prompt, or none          none: they come with the first turn
@@ -9,7 +9,8 @@ The *head* is the tokens of these messages that are in the log before the first 
 
 A first turn is rendered together with all these messages. The head is already in the log, so only the text
 after the head is tokenized. The log then has the same tokens as if the first turn had brought all messages.
-If a template writes no fixed text in front of later messages, the head has no tokens.
+A head ends with a control token that the template writes before the next message. If the template writes
+none there, the head is empty, and all tokens come with the first turn.
 
 A declared prefix without messages (with only tools, for example) is stored with an empty system message,
 `STAND_IN`, to which the prefix's tokens belong. The template does not see this message.
@@ -62,10 +63,10 @@ class ConversationSettings:
     prefix_id: str = ""
     tenant: str = ""
     messages: Sequence[Message] = ()  # a given history, after the system prompt
-    pending: Sequence[records.NewMessage] = ()  # pending messages, for the first turn
+    pending: Sequence[records.NewMessage] = ()  # added without a turn; the first turn takes them
 
 
-# Settings that may have messages. The settings of a given history have no prefix_id.
+# Settings of a declared prefix, or of a conversation with a given history (whose prefix_id is empty).
 BeginningSettings = PrefixSettings | ConversationSettings
 
 

@@ -45,13 +45,13 @@ class Claims:
 
     async def claim(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
         """Claim a conversation; return the owner if another daemon has a valid lease."""
-        return await self._called(self._store.claim, conversation_id, tenant)
+        return await self._claim_in_store_thread(self._store.claim, conversation_id, tenant)
 
     async def take(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
         """Claim a conversation whose owner does not answer; return the owner if its lease is still valid."""
-        return await self._called(self._store.take, conversation_id, tenant)
+        return await self._claim_in_store_thread(self._store.take, conversation_id, tenant)
 
-    async def _called(
+    async def _claim_in_store_thread(
         self, claim: Callable[..., None], conversation_id: str, tenant: str
     ) -> OwnedElsewhere | None:
         def call() -> None:

@@ -186,7 +186,8 @@ class KVCache:
         if tail is not None:
             chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
         # Other turns can find these chunks only after the turn's next token, because NaN or infinity in their
-        # KV would show there. A warm has no next token, and an uncommitted iteration may write these chunks.
+        # KV would show there. A warm registers none of them: it samples no token, and an uncommitted
+        # iteration may still be writing them.
         if turn.identities is not None and not turn.warm:
             size = self.config.chunk_tokens
             unknown = [c for c in chunks if c.identity is None and c.filled == size]
@@ -614,7 +615,7 @@ class KVCache:
 
 
 def _superfluous(branch: Branch, conversation: CachedConversation) -> list[CachedConversation]:
-    """Return resting holders of a branch of the conversation that hold nothing else and need not be kept.
+    """Return idle holders of a branch of the conversation that end in this branch and need not be kept.
 
     These are temporary conversations all of whose tokens `conversation` has, too. If the branch has more than
     HOLDERS_MAX holders, its oldest conversations with identities are returned as well: their next turns can

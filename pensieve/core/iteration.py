@@ -127,7 +127,7 @@ class Iteration:
     swap_ins: tuple[SwapIn, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
     started: tuple[TurnStart, ...] = ()
-    ended: tuple[int, ...] = ()  # turn ids
+    ended: tuple[int, ...] = ()  # attempt_ids
     predicted_seconds: float = 0.0  # predicted duration (time_budget.py); 0: unknown
     groups: tuple[PageGroup, ...] = ()
 

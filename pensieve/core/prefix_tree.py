@@ -471,7 +471,7 @@ class PrefixTree:
     def prune(self, branch: Branch | None, now: float) -> None:
         """Remove `branch` and its ancestors while they have no page and no child.
 
-        Trailing chunks without a page need no bookkeeping, because their tokens are in the log. A resting
+        Trailing chunks without a page need no bookkeeping, because their tokens are in the log. An idle
         conversation with identities then also gives up chunks that others hold, because its next turn can
         find them again. Otherwise every conversation that ever began with a common prompt would be kept.
         """

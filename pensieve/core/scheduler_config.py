@@ -21,13 +21,15 @@ class SchedulerConfig:
     prompt_seconds_max: float = 0.0  # limit for prompts while other turns generate; 0: no limit
     tbt_seconds: float = 0.0  # objective for the time between two tokens of a reply; 0: none
     cost: IterationCost = SOME_COST  # predicts the time of iterations
-    time_share: int = 0  # tokens of a reply until a waiting turn may take its place; 0: never
+    time_share: int = (
+        0  # after so many reply tokens, a waiting turn may preempt a running one; 0: never
+    )
 
     stream: str = "auto"  # one of STREAM: whether turns run with their KV on the host; streaming.py
     copy_seconds: float = COPY_SECONDS  # to copy a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # added to an iteration by a group of streamed turns
     stages: int = 1  # pipeline stages, and iterations in flight (pipeline_stages.py)
-    # Among equals, prompts go in the order of arrival. False: the shortest prompt first; see fair_queue.py.
+    # Order of prompts of one share and level. True: by arrival. False: shortest first; see fair_queue.py.
     first_come: bool = False
 
     def __post_init__(self) -> None:

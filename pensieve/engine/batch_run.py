@@ -99,7 +99,7 @@ class BatchRun:
         name: str,
         requests: Sequence[BatchRequest],
         feed: FeedConfig,
-        numbers: Callable[[], int],
+        next_attempt_id: Callable[[], int],
         share: str = "",
         weight: float = 1.0,
         sharing: PrefixSharing = "groups",
@@ -107,11 +107,11 @@ class BatchRun:
         root: str,
         reorders: bool = True,
     ) -> None:
-        """`numbers` draws ids of turns; `share`, `weight` and `root` are as in `SubmitTurn`.
+        """`next_attempt_id` returns a new id; `share`, `weight` and `root` are as in `SubmitTurn`.
 
         `reorders=False` runs the groups in the order of the file, for comparison.
         """
-        self._name, self._requests, self._numbers = name, requests, numbers
+        self._name, self._requests, self._next_attempt_id = name, requests, next_attempt_id
         self._share, self._weight, self._size = share, weight, feed.chunk_tokens
         self._root = root if sharing != "off" else ""
         self._keeps_all = sharing == "lru"
@@ -234,7 +234,7 @@ class BatchRun:
         return self._num_waiting < WAITING_MAX and not (self._holds_back and self._active)
 
     def _submit(self, action: Submit) -> SubmitTurn:
-        request, attempt_id = action.request, self._numbers()
+        request, attempt_id = action.request, self._next_attempt_id()
         tokens, options = self._requests[request].tokens, self._requests[request].options
         shared = min(action.prefix_tokens, len(tokens) - 1)  # at least one token must be computed
         shared -= shared % self._size

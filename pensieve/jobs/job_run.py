@@ -59,7 +59,7 @@ class JobRun:
         name: str,
         prepared: Sequence[PreparedLine],
         feed: FeedConfig,
-        numbers: Callable[[], int],
+        next_attempt_id: Callable[[], int],
         share: str,
         weight: float,
         put: Callable[[EngineMessage], None],
@@ -69,7 +69,8 @@ class JobRun:
     ) -> None:
         """Prepare a run, in any thread. With many lines, this may take seconds.
 
-        `name` must be unique in this engine.
+        `name` must be unique in this engine. `next_attempt_id` returns a new id; `share`, `weight` and `root`
+        are as in `SubmitTurn`.
         """
         self._put = put
         self.changed = asyncio.Event()
@@ -89,7 +90,9 @@ class JobRun:
             )
             for index, choice in self._requests
         ]
-        self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing, root=root)
+        self._batch = BatchRun(
+            name, requests, feed, next_attempt_id, share, weight, sharing, root=root
+        )
         self._ready: list[ReadyLine] = []
         self.is_held = False  # submit nothing more for now; running lines continue
         self._admitted: dict[int, int] = {}  # line, by attempt_id
@@ -97,7 +100,7 @@ class JobRun:
     # -- to the engine --
 
     def go(self) -> None:
-        """Send messages to the engine. A turn that its mailbox refuses is submitted again by a later `go`."""
+        """Send messages to the engine. If its mailbox refuses a turn, a later `go` submits the turn again."""
         if self.is_over:
             return
         for message in self._batch.go(submits=not self.is_held):

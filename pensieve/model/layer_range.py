@@ -1,20 +1,20 @@
-"""Keep one stage of a model: some consecutive layers, plus the embeddings or output product if it needs them.
+"""Keep one stage of a model: some consecutive layers, plus the embeddings or LM head if it needs them.
 
 The transformers module keeps its list of layers.  Before any weight is read, each layer of another stage is
 replaced by a layer that does nothing:
 
     first stage     embeddings   0 … k-1              (nothing …)   norm
     middle stage    (blank)      (nothing …) k … l-1  (nothing …)   norm
-    last stage      (blank)      (nothing …) l … n-1                norm   output product
+    last stage      (blank)      (nothing …) l … n-1                norm   LM head
 
 The empty layer just before the stage's own layers is the entry: it returns the hidden states that the
 previous stage has sent.  The empty layer just after the own layers is the exit: it sends hidden states to the
 next stage (parallel/stages.py).  So the model's code around its layers (masks, rotations, factors) runs in
 each stage, but acts only on the stage's own layers.
 
-The embedding table and the output product are large, so only stages that need them have them.  A stage
-without the embedding table has a blank table, which returns a random but fixed row for each token.  The load
-probe computes with these rows.
+The embedding table and the LM head are large, so only stages that need them have them.  A stage
+without the embedding table has a blank table, which returns a random but fixed row for each token.  The
+check at model load (probe.py) runs the layers on these rows.
 
 A stage numbers its layers from 0, because its KV memory has only these layers.  A model whose layers compute
 something that depends on their number cannot be divided; `number_from_zero` checks this.
@@ -73,8 +73,8 @@ class BlankTable(torch.nn.Module):
         return torch.nn.functional.embedding(token_ids % BLANK_ROWS, self._rows)
 
 
-class NoProduct(torch.nn.Module):
-    """Stand in for an output product that another stage has."""
+class NoLmHead(torch.nn.Module):
+    """Stand in for an LM head that another stage has."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -91,7 +91,7 @@ class StagePart(NamedTuple):
 def divide_layers(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
     """Divide the layers so that the stage with the most weights has as few weights as possible.
 
-    The last stage also has the output product, which is as large as `head_layers` layers.
+    The last stage also has the LM head, which is as large as `head_layers` layers.
     """
     assert 1 <= num_stages <= num_layers
     num_others = num_stages - 1
@@ -114,7 +114,7 @@ def cut(
     """Keep one stage of a module; `layers` lists (parent, name, layer) in order."""
     table, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is None:
-        raise UnsupportedModel("it has no output product, so it cannot be divided into stages")
+        raise UnsupportedModel("it has no LM head, so it cannot be divided into stages")
     layer_sizes = [_num_parameters(layer) for _, _, layer in layers]
     head_layers = Fraction(head.weight.numel() * len(layers), sum(layer_sizes))
     own = divide_layers(len(layers), num_stages, head_layers)[index]
@@ -127,7 +127,7 @@ def cut(
             others[number] = OtherStageLayer(attributes)
             setattr(parent, name, others[number])
     if index < num_stages - 1:
-        module.set_output_embeddings(NoProduct())
+        module.set_output_embeddings(NoLmHead())
     if index > 0 and not (index == num_stages - 1 and module.config.tie_word_embeddings):
         module.set_input_embeddings(BlankTable(table))
     return StagePart(own, others.get(own.first - 1), others.get(own.stop))

@@ -35,7 +35,7 @@ from pensieve.model.fuse import in_torch
 from pensieve.model.fuse.record import decoder_layers
 from pensieve.model.layer_range import (
     BlankTable,
-    NoProduct,
+    NoLmHead,
     OtherStageLayer,
     StagePart,
     cut,
@@ -101,7 +101,7 @@ def load(
                     torch.cuda.empty_cache()
                 flat = _read_model(name, config, dtype, device, rank)
                 shape = probe(flat, context_max=context_max, fuse_layers=False, kv_dtype=kv_dtype)
-                flat.form = in_torch(found)
+                flat.form = in_torch(found)  # a text for people: how the layers run
             else:
                 shape = found
         except UnsupportedModel as error:
@@ -355,7 +355,7 @@ def _would_count(module: Any, key: str) -> bool:
             if not isinstance(child, torch.nn.Module):
                 break
             parent = child
-        if isinstance(parent, OtherStageLayer | BlankTable | NoProduct):
+        if isinstance(parent, OtherStageLayer | BlankTable | NoLmHead):
             return False
         base = getattr(module, module.base_model_prefix, module)
         if parent not in (module, base) and not isinstance(parent, torch.nn.ModuleList):

@@ -6,8 +6,9 @@ error is measured on the remaining iterations.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
-A batch of up to n tokens takes as long as reading the weights, `dense · n`. Attention to a key takes at least
-`attention · r`. For given n and r the formula is linear. So the fit tries values of n and r over the observed
+A batch of up to n tokens takes as long as reading the weights, `dense · n`. `keys` counts the keys that the
+iteration reads, `pairs` the pairs of a query and a key. Reading a key takes `attention · r`, even if few
+queries use it. For given n and r the formula is linear. So the fit tries values of n and r over the observed
 range. For each pair, it finds the other three numbers by nonnegative least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
@@ -16,7 +17,8 @@ weight. Otherwise the prompts would look like outliers in a journal of many deco
 
 **The fit does not invent what was not observed.** A number counts as found if the fit is clearly worse
 without this number. Any other number is taken from `assumed` (computed from the model's shape and a
-data sheet), scaled like the found numbers, and bounded by the iterations. `Fit.assumed` lists such numbers.
+data sheet), scaled like the found numbers, and limited to what the iterations allow. `Fit.assumed` lists
+such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
 a copy.
@@ -65,14 +67,14 @@ class Fit:
     assumed: tuple[str, ...]  # for each number that was not observed: why, and what replaces it
 
 
-def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
+def assumed_for(journal_model: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
     """Return the costs of a journal's model, from its shape and a data sheet; None without a shape."""
     names = ("parameters", "layers", "heads", "head_size", "weight_bytes", "kv_bytes_per_token")
-    given: list[int] = [each for name in names if isinstance(each := computed_by.get(name), int)]
+    given: list[int] = [each for name in names if isinstance(each := journal_model.get(name), int)]
     if len(given) < len(names) or min(given) < 1:
         return None
     parameters, layers, heads, head_size, weight_bytes, kv_bytes = given
-    name = str(computed_by.get("name", "the model"))
+    name = str(journal_model.get("name", "the model"))
     preset = ModelPreset(name, parameters, layers, heads, heads, head_size)
     cost = CostModel.of(preset, hardware)
     return replace(
@@ -86,13 +88,13 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
 
 
 def assumed_costs(
-    computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
+    journal_model: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
 ) -> CostModel:
     """Return the costs of the journal's model. Values that the journal lacks are taken from `model`."""
-    if (assumed := assumed_for(computed_by, hardware)) is not None:
+    if (assumed := assumed_for(journal_model, hardware)) is not None:
         return assumed
     cost = CostModel.of(model, hardware)
-    layers, kv_bytes = computed_by.get("layers"), computed_by.get("kv_bytes_per_token")
+    layers, kv_bytes = journal_model.get("layers"), journal_model.get("kv_bytes_per_token")
     if isinstance(layers, int) and isinstance(kv_bytes, int) and min(layers, kv_bytes) > 0:
         return replace(cost, layers=layers, kv_bytes_per_token=kv_bytes)
     return cost
@@ -102,7 +104,8 @@ def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
     """Fit the costs. Raises ValueError if there are too few iterations."""
     learned = {kind: _thinned(rows[0::2]) for kind, rows in seen.kept.items()}
     groups = [learned[KINDS[0]], learned[KINDS[1]]]
-    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host hardly slow an iteration
+    if sum(map(len, groups)) < ITERATIONS_MIN:
+        # Copies to the host hardly slow an iteration, so iterations with only such copies count, too.
         groups.append([row for row in learned[KINDS[2]] if not row.slots_in])
     if sum(map(len, groups)) < ITERATIONS_MIN:
         count = sum(seen.counts.values())

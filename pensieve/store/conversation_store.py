@@ -241,7 +241,7 @@ class ConversationStore:
         with self._transactions.reading() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             if conversation_id.startswith(PREFIX_MARK):
-                self.owners.look_at_prefix(found)
+                self.owners.drop_stale_prefix(found)
             return self._transactions.as_read(conn, found)
 
     def num_conversations(self) -> int:
@@ -281,7 +281,7 @@ class ConversationStore:
             number, source = require_conversation(conn, source_id, tenant)
             conversation_rows.refuse_taken(conn, new_id, tenant)
             links = message_rows.require_links(conn, number, source, at_revision)
-            self.owners.look_at_source(conn, number, source)
+            self.owners.drop_stale_source(conn, number, source)
             fork = conversation_rows.insert_conversation(
                 conn,
                 replace(

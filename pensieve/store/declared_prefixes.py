@@ -83,7 +83,7 @@ class PrefixStore:
                 (new.tenant, number, int(new.keep_warm)),
             )
             found = require(conn, new.prefix_id, new.tenant)
-            self._owners.look_at_prefix(found.conversation)
+            self._owners.drop_stale_prefix(found.conversation)
             return found
 
     @repeated

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOOKED_AT = 4096  # turns per step
 FORGOTTEN_AT_ONCE = 64
 FORGOTTEN_BYTES = 2**20  # limit for logprobs per step; a single turn may exceed it
-FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
+CLEARED_DETAILS = {"request_id": "", "sampling": {}, "content_hash": ""}  # of a forgotten request
 
 
 class Forgetting:
@@ -108,7 +108,7 @@ def _forget(conn: Connection, turn_id: int, body: int) -> None:
             "UPDATE turns SET request_key = ?, idempotency_key = NULL WHERE turn_id = ?",
             (key, turn_id),
         )
-        shorten_body(conn, tenant, body, FORGOTTEN)
+        shorten_body(conn, tenant, body, CLEARED_DETAILS)
         return
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
     wipe_bodies(conn, tenant, (body, *(each for (each,) in bodies)))

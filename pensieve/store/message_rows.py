@@ -180,7 +180,7 @@ def _bodies_between(
     stop: int,
     tokens_end: int = NO_END,
 ) -> Iterator[tuple[Any, bytes, bytes]]:
-    """Check and yield (row, private, tokens) of the messages at positions [start, stop).
+    """Check and yield (row, private JSON, token bytes) of the messages at positions [start, stop).
 
     Leaves out messages that begin at or after position `tokens_end` of the log.
     """

@@ -279,13 +279,13 @@ class Owners:
         self.came_from.pop(key, None)
         self.on_stale(*key)
 
-    def look_at_source(self, conn: Connection, number: int, source: StoredConversation) -> None:
+    def drop_stale_source(self, conn: Connection, number: int, source: StoredConversation) -> None:
         """Before a fork, drop the engine's KV of the source if this daemon does not own the source."""
         ours = self._transactions.session
         if _owner_number(conn, number) != ours:
             self.on_stale(source.tenant, source.conversation_id)
 
-    def look_at_prefix(self, prefix: StoredConversation) -> None:
+    def drop_stale_prefix(self, prefix: StoredConversation) -> None:
         """Before a prefix's KV is used, drop the KV if another daemon has declared the prefix again."""
         key = prefix.tenant, prefix.conversation_id
         forgotten = []

@@ -27,7 +27,7 @@ import torch
 from pensieve.bench.attention import check_close
 from pensieve.errors import PensieveError
 from pensieve.kernels import choices
-from scripts.gpu_bench.stages import wrong_kernels
+from scripts.gpu_bench.stages import unverified_kernels
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 FIGURES = "figures.jsonl"  # in a run's folder
@@ -219,7 +219,7 @@ def recall(bench: Bench, folder: Path) -> None:
         bench.matrix_rate = reported.get("matrix_rate", bench.matrix_rate)
         if "swap_in" in reported:
             bench.bus = {name: reported[name] for name in ("swap_in", "swap_out")}
-    bench.wrong = wrong_kernels(figures_of(folder))
+    bench.wrong = unverified_kernels(figures_of(folder))
 
 
 def section_named(name: str) -> Callable[[Bench], None]:

@@ -122,7 +122,7 @@ def after(number: int, found: Sequence[Figures]) -> Consequences:
         return Consequences()
     if any(each["section"] == "versions" and each.get("failed") for each in found):
         return Consequences(stop=True)
-    needed = [kind for kind in found_wrong(found) if kind not in OPTIONAL]
+    needed = [kind for kind in failed_kernels(found) if kind not in OPTIONAL]
     if needed and needed[-1] in SWITCHED_OFF:
         return Consequences(choices=SWITCHED_OFF[needed[-1]])
     return Consequences(stop=bool(needed) or "narrow" not in _right_kernels(found))
@@ -134,7 +134,7 @@ def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
     }
 
 
-def found_wrong(found: Sequence[Figures]) -> list[str]:
+def failed_kernels(found: Sequence[Figures]) -> list[str]:
     """Return which of `KERNELS` section `kernels` found wrong, in the order of its checks.
 
     If the process was killed without a report, the first kernel that it had not finished counts as wrong.
@@ -147,7 +147,7 @@ def found_wrong(found: Sequence[Figures]) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
-def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
+def unverified_kernels(found: Sequence[Figures]) -> frozenset[str]:
     """Return the kernels that section `kernels` did not find right in its last run; none if it never ran.
 
     The section ends at the first wrong kernel that is not optional, so all later ones count as wrong.
@@ -183,7 +183,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
     whole = not wrong and not missing
     match number:
         case 1:
-            if kernels := found_wrong(found):
+            if kernels := failed_kernels(found):
                 sentences += [KERNELS[kind] for kind in kernels]
             elif "narrow" in _right_kernels(found):
                 sentences.append("the kernels agree with the reference: continue")

@@ -66,8 +66,8 @@ def measure(
     """Time plan + commit, and check the cache's invariants before and after."""
     choose = random.Random(1)
     cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
-    # Contexts of 512 to 32,768 tokens. Most cached conversations have only their end resident: ten chunks, or
-    # more if a few conversations must fill both tiers.
+    # Contexts of 512 to 32,768 tokens. Most conversations have only their last ten chunks in the cache. If
+    # there are few conversations, each has more chunks, so that both tiers are full.
     contexts = [int(512 * 64 ** choose.random()) for _ in range(num_running)]
     running_pages = sum(-(-context // 32) + 8 for context in contexts)
     device_pages = int(running_pages / 0.6)

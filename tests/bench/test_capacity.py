@@ -145,7 +145,7 @@ def test_without_an_objective_there_are_two_by_a_measured_iteration(
     monkeypatch: pytest.MonkeyPatch, random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert decode_seconds(random_model, 3, 20, 2) > 0
-    monkeypatch.setattr(bench, "measured_base", lambda folder: 0.02)
+    monkeypatch.setattr(bench, "measured_decode_seconds", lambda folder: 0.02)
 
     @contextmanager
     def trials(*_: object) -> Iterator[Trial]:

@@ -35,7 +35,7 @@ from scripts.gpu_bench.stages import (
     after,
     decisions,
     small,
-    wrong_kernels,
+    unverified_kernels,
 )
 from tests.kernels.emulated import needs_x86, run
 
@@ -290,12 +290,12 @@ def test_wrong_kernels_are_switched_off_or_end_the_run(
 def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
     """Kernels that the section did not reach are not timed either."""
     right = [figure("kernels", kind=kind) for kind in KERNELS]
-    assert wrong_kernels([]) == frozenset()
-    assert wrong_kernels([*right, figure("decode", failed=True)]) == frozenset()
+    assert unverified_kernels([]) == frozenset()
+    assert unverified_kernels([*right, figure("decode", failed=True)]) == frozenset()
     wrong = [*right[:4], figure("kernels", failed=True, kind="draw")]
-    assert wrong_kernels(wrong) == {"draw", "fused", "fp8"}
-    assert wrong_kernels([*wrong, *right]) == frozenset(), "it was run again, with a switch"
-    assert wrong_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
+    assert unverified_kernels(wrong) == {"draw", "fused", "fp8"}
+    assert unverified_kernels([*wrong, *right]) == frozenset(), "it was run again, with a switch"
+    assert unverified_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
     (tmp_path / "figures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in wrong))
     for section in ("decode", "prefill", "iteration", "exactness"):
         assert succeeded(section, tmp_path, "cpu", 60, True)

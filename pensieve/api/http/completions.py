@@ -16,7 +16,7 @@ from typing import Any
 
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.idempotency import client_key_of, digest
-from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.replies import cache_headers, follow
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
@@ -50,7 +50,7 @@ class CompletionsEndpoint:
             follow(self._daemon, exchange, each, None, survives_disconnect=survives_disconnect)
             for each in lives
         )
-        exchange.out |= sources(first.figures)
+        exchange.out |= cache_headers(first.figures)
         requests, wholes = self._requests, [each.whole_reply() for each in lives]
         tokenizer, prompt = requests.template.tokenizer, lives[0].prompt
         made = partial(answer, request, wholes, prompt, heading, tokenizer, requests.style)

@@ -50,6 +50,8 @@ class Allowed:
 
 
 class Front:
+    """What all endpoints share: checks of Host and Origin, bodies, callers."""
+
     def __init__(self, guard: Guard, allowed: Allowed, forward: ForwardHttp | None = None) -> None:
         """`forward`: None if no other daemon shares the history."""
         self.guard = guard
@@ -146,7 +148,7 @@ class Endpoint:
         forwarded: ForwardedRequest | None = exchange.scope.get(FORWARDED)
         call = exchange.call = GuardedCall(
             *(front.guard, self._kind, _name(exchange), exchange),
-            tell=partial(self._tell, exchange),
+            tell=partial(self._send_error, exchange),
             audited=partial(_audited, exchange) if self._is_deletion else None,
         )
         async with call:
@@ -186,7 +188,7 @@ class Endpoint:
         exchange.begin_anew(kept)
         return await self._handler(exchange, by)
 
-    async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
+    async def _send_error(self, exchange: Exchange, error: PensieveError) -> None:
         body = self._error_body(error)
         exchange.call = None  # so that the error is sent even with too many unread bytes
         if exchange.begun:

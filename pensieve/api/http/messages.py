@@ -27,7 +27,7 @@ from pensieve.api.anthropic.render import (
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.idempotency import client_key_of, digest
-from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.replies import cache_headers, follow
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
@@ -61,7 +61,7 @@ class MessageEndpoints:
         await follow(
             self._daemon, exchange, live, None, survives_disconnect=bool(client_key_of(exchange))
         )
-        exchange.out |= sources(live.figures)
+        exchange.out |= cache_headers(live.figures)
         whole = live.whole_reply()
         pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
         return message(heading, pieces, whole, live.prompt, self._ending(request, whole, cutter))

@@ -57,7 +57,7 @@ async def follow(
         await exchange.write_events(stream.rest(live.withheld))
 
 
-def sources(figures: Mapping[str, Any]) -> dict[str, str]:
+def cache_headers(figures: Mapping[str, Any]) -> dict[str, str]:
     """Return headers with the cache figures of a turn."""
     found = {
         f"x-pensieve-{name.replace('_', '-')}": str(int(figures[name]))

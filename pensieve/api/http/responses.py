@@ -31,7 +31,7 @@ from pensieve.api.http.idempotency import (
     digest,
     key_reused,
 )
-from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.replies import cache_headers, follow
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.http.response_history import ResponseHistory
 from pensieve.api.http.response_places import (
@@ -162,7 +162,7 @@ class ResponseEndpoints:
         finally:
             running.has_ended.set()
         await running.kept.wait()
-        exchange.out = {**sources(placed.live.figures), **exchange.out}
+        exchange.out = {**cache_headers(placed.live.figures), **exchange.out}
         assert running.body is not None
         return running.body
 
@@ -231,7 +231,7 @@ class ResponseEndpoints:
         tokenizer = self._requests.template.tokenizer
         if not request.stream:
             await follow(self._daemon, exchange, live, None, survives_disconnect=False)
-            exchange.out |= sources(live.figures)
+            exchange.out |= cache_headers(live.figures)
             cutter = self._requests.cutter(whole.tools)
             return self._running.whole(request, heading, place, live, cutter)
         stream = ResponseStream(request, place, tokenizer, self._requests.cutter(whole.tools))

@@ -205,7 +205,7 @@ def plan_work(
     """Plan the work for slices of these lengths that begin at these positions.
 
     If `waves_more` is 0, `Plan.items` has at most n + `blocks.narrow` / num_kv_heads + 1 items, including
-    items of packs. n is the number of its tiles before cutting.
+    items of packs. n is the number of narrow tiles before cutting.
     """
     tiles = [
         tile
@@ -225,7 +225,7 @@ def plan_work(
         packs = _worth(packs_of(tiles, shared, tiling), tiles, tiling)[:items_more]
         other = TileCosts.of(packed(tiles, packs, lengths, group), tiling)
         items_max = None if items_more is None else len(tiles) + items_more
-        # An even step, so that a wide pack has as many parts as computed here.
+        # Even, because a page costs 2 in a wide pack: with an odd limit, the pack would have more parts.
         with_packs = part_limit(other.kinds(), num_kv_heads, count, step=2, items_max=items_max)
         if packs and with_packs.time < cut.time:
             load, cut = other, with_packs

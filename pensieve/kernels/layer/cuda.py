@@ -56,11 +56,11 @@ class CudaLayerKernels:
         return f"there are no kernels for {str(dtype).removeprefix('torch.')} on a GPU"
 
     def form(self, dtype: torch.dtype) -> str:
-        return "CUDA kernels and torch's products"
+        return "CUDA kernels, with torch's matrix products"
 
     def unsupported_reason(self, weights: LayerWeights) -> str:
         if not weights.attention.needs_only(cuda.KIND_FIELDS):
-            return "the GPU's layers do not support its kind of attention"
+            return "the GPU's layers do not support the model's kind of attention"
         if not isinstance(weights.mlp, MlpWeights):
             return "the GPU's layers do not support experts"
         if weights.parallel or not weights.rotates or not weights.mlp.into.gated:

@@ -4,7 +4,7 @@
     cuda   torch operations and two kernels of csrc/cuda; can be captured in a CUDA graph
 
 `LayerKernels` belongs to one model.  It makes the model's layers from `LayerWeights`, and the two parts
-outside of the layers: the last norm and the output product.  Layers can only follow layers of the same
+outside of the layers: the last norm and the LM head.  Layers can only follow layers of the same
 device.  `takes` tells whether a layer can run with an iteration's `PagedRows`.
 
     weights ──── LayerKernels.layer ──> DenseLayer ─┐

@@ -21,7 +21,7 @@ later models have this form.
 
 **The whole model** is replaced by a loop over the layers (`whole_model`) if every layer was replaced and the
 rest has only these parts: a table of embeddings (times a number), a table of positions or one pair of
-rotations for all layers, a norm, and an output product (times a number).
+rotations for all layers, a norm, and an LM head (times a number).
 
 **Any other product** (torch's Linear, GPT-2's Conv1D) stays in the module's own code but gets packed weights
 (`products`).  Products that one parent calls with the same input become one product.

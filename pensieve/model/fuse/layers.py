@@ -1,8 +1,9 @@
 """Replace a decoder layer by the layer kernels, if they compute the same output.
 
-A layer whose calls have the known form is rebuilt from its weights and run on the recorded input.  The
-rebuilt layer replaces the module only if it reproduces the module's output.  So a layer is not replaced if it
-has another order of operations, a factor that no attribute holds, or a step that is not a module.
+If the module calls of a layer match a known pattern (match.py), the layer is rebuilt from its weights and run
+on the recorded input.  The rebuilt layer replaces the module only if it reproduces the module's output.  So a
+layer is not replaced if it has another order of operations, a factor that no attribute holds, or a step that
+is not a module.
 
 The first comparison runs in float32, with widened weights.  In 16 bits, rounding may hide an error.  For
 example, an extra rotation changes the scores of small queries only slightly.  A second comparison checks the
@@ -114,18 +115,18 @@ def fused_layer(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, int8: bool = False
 ) -> FusedLayer:
     """Return a replacement of a layer; raise NoMatch if the kernels do not reproduce its output."""
-    given, rotation = record.given, record.arguments.get("position_embeddings")
-    in_tuple = isinstance(record.answer, tuple)
-    if in_tuple and len(record.answer) != 1:
+    inputs, rotation = record.input, record.arguments.get("position_embeddings")
+    in_tuple = isinstance(record.output, tuple)
+    if in_tuple and len(record.output) != 1:
         raise NoMatch("it returns more than a residual")
-    answer = record.answer[0] if in_tuple else record.answer
-    if given is None or not isinstance(answer, torch.Tensor):
+    output = record.output[0] if in_tuple else record.output
+    if inputs is None or not isinstance(output, torch.Tensor):
         raise NoMatch("it does not take one residual and return one")
-    if rotation is not None and not is_rotation(rotation, given):
+    if rotation is not None and not is_rotation(rotation, inputs):
         raise NoMatch("its rotary embedding is not a pair of cosines and sines for each row")
     layer_index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
     weights = match_layer(
-        record.calls, given, layer_index, kernels, has_rotation=rotation is not None
+        record.calls, inputs, layer_index, kernels, has_rotation=rotation is not None
     )
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
 
@@ -136,7 +137,7 @@ def fused_layer(
         )
 
     factors = [1.0, *{v for v in attributes.values() if isinstance(v, float) and v != 1.0}]
-    if given.dtype != torch.float32:
+    if inputs.dtype != torch.float32:
         with in_float32(layer):
             wide, again = _matched_again(layer, record, kernels, has_rotation=rotation is not None)
             factors = _right_factors(factors, layer_of(wide), again, wide.mlp)
@@ -160,9 +161,9 @@ def _matched_again(
         again = record_again(layer, record)
     except Exception as error:
         raise NoMatch(f"it does not run in float32: {one_line(error)}") from error
-    assert again.given is not None
+    assert again.input is not None
     index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
-    weights = match_layer(again.calls, again.given, index, kernels, has_rotation=has_rotation)
+    weights = match_layer(again.calls, again.input, index, kernels, has_rotation=has_rotation)
     return weights, again
 
 
@@ -182,16 +183,16 @@ def _right_factors(
 
     A factor multiplies the terms that the layer adds to the residual.  Raises NoMatch if no factor is right.
     """
-    given, rotation = record.given, record.arguments.get("position_embeddings")
-    assert given is not None
-    answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer
-    undecided = _undecided_rows(record, mlp, given)
+    inputs, rotation = record.input, record.arguments.get("position_embeddings")
+    assert inputs is not None
+    output = record.output[0] if isinstance(record.output, tuple) else record.output
+    undecided = _undecided_rows(record, mlp, inputs)
     found = []
     for factor in factors:
         fused.dense.factor = factor
         with torch.inference_mode():
-            got = fused(given, position_embeddings=rotation, pensieve_pass=CausalPass())
-        if _agree(got[0] if isinstance(got, tuple) else got, answer, given, undecided):
+            got = fused(inputs, position_embeddings=rotation, pensieve_pass=CausalPass())
+        if _agree(got[0] if isinstance(got, tuple) else got, output, inputs, undecided):
             found.append(factor)
     if not found:
         raise NoMatch("the kernels' output differs from the layer's output")
@@ -199,46 +200,48 @@ def _right_factors(
 
 
 def _agree(
-    got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor, undecided: torch.Tensor
+    got: torch.Tensor, output: torch.Tensor, inputs: torch.Tensor, undecided: torch.Tensor
 ) -> bool:
     """Whether the outputs agree up to rounding, in all rows whose experts do not depend on rounding."""
-    change, size = (answer - given).abs().max(), answer.abs().max()
-    rounding = torch.finfo(given.dtype).eps * size
-    by_row = (got - answer).abs().amax(-1).flatten()
+    change, size = (output - inputs).abs().max(), output.abs().max()
+    rounding = torch.finfo(inputs.dtype).eps * size
+    by_row = (got - output).abs().amax(-1).flatten()
     if not by_row.isfinite().all():
         return False
     decided = by_row[~undecided]
     worst = (decided if len(decided) else by_row).max()
-    return float(worst) <= float(TOLERANCE[given.dtype] * change + rounding)
+    return float(worst) <= float(TOLERANCE[inputs.dtype] * change + rounding)
 
 
 def _undecided_rows(
-    record: LayerRecord, mlp: MlpWeights | ExpertWeights, given: torch.Tensor
+    record: LayerRecord, mlp: MlpWeights | ExpertWeights, inputs: torch.Tensor
 ) -> torch.Tensor:
     """Return a mask of the rows where rounding may decide which expert is chosen last."""
-    none = torch.zeros(given.numel() // given.shape[-1], dtype=torch.bool)
+    none = torch.zeros(inputs.numel() // inputs.shape[-1], dtype=torch.bool)
     if not isinstance(mlp, ExpertWeights) or mlp.num_chosen == len(mlp.router):
         return none
     for call in record.calls:
         if isinstance(call, ModuleCall) and any(
             each is mlp.router for each in call.module.parameters()
         ):
-            logits = F.linear(call.given.reshape(-1, mlp.router.shape[1]), mlp.router).float()
+            logits = F.linear(call.input.reshape(-1, mlp.router.shape[1]), mlp.router).float()
             last, following = logits.topk(mlp.num_chosen + 1).values[:, -2:].unbind(1)
-            near = UNDECIDED_ULPS * torch.finfo(given.dtype).eps * logits.abs().amax(1)
+            near = UNDECIDED_ULPS * torch.finfo(inputs.dtype).eps * logits.abs().amax(1)
             return last - following <= near
     return none
 
 
-def is_rotation(rotation: Any, given: torch.Tensor) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
+def is_rotation(
+    rotation: Any, inputs: torch.Tensor
+) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
     """Whether this is a pair of cosines and sines for these rows."""
     return (
         isinstance(rotation, tuple)
         and len(rotation) == 2
         and all(
-            each.dtype in (given.dtype, torch.float32)
+            each.dtype in (inputs.dtype, torch.float32)
             and each.dim() == 3
-            and each.shape[:2] == given.shape[:2]
+            and each.shape[:2] == inputs.shape[:2]
             for each in rotation
         )
     )

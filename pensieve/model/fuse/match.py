@@ -55,7 +55,7 @@ class _Parts:
 
 def match_layer(
     calls: Sequence[Call],
-    given: torch.Tensor,
+    inputs: torch.Tensor,
     layer_index: int,
     kernels: LayerKernels,
     *,
@@ -74,8 +74,8 @@ def match_layer(
         cast(Sequence[ModuleCall], part) for part in (calls[:middle], calls[middle + 1 :])
     )
     parts = _Parts()
-    _match_before_attention(parts, before, given, kernels)
-    _match_after_attention(parts, after, given, kernels)
+    _match_before_attention(parts, before, inputs, kernels)
+    _match_after_attention(parts, after, inputs, kernels)
     mlp = _mlp_of(parts)
     if not _attention_fits(parts, attention) or not _mlp_fits(parts):
         raise NoMatch("its sizes do not fit the form")
@@ -112,7 +112,7 @@ def _mlp_of(parts: _Parts) -> MlpWeights | ExpertWeights:
         if found is None:
             raise NoMatch("its experts are not gated MLPs that a router chooses")
         return found
-    if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
+    if len(parts.mlp_in) == 2 and parts.mlp_in[0].output is not activation.input:
         parts.mlp_in.reverse()  # the gate comes first
     into = product_weights(parts.mlp_in, name, gated=_is_gated(parts))
     return MlpWeights(into, product_weights(parts.mlp_out))
@@ -122,7 +122,7 @@ def _is_gated(parts: _Parts) -> bool:
     """Whether the activation applies to a part of the product's output, not to all of it."""
     assert parts.activation is not None
     return len(parts.mlp_in) != 1 or not is_same_memory(
-        parts.activation.given, parts.mlp_in[0].answer
+        parts.activation.input, parts.mlp_in[0].output
     )
 
 
@@ -135,7 +135,7 @@ def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
     query = attention.call.query.flatten(1)
     if parts.normed_queries is not None:
         return factor_between(parts.normed_queries.reshape(query.shape), query)
-    rows = torch.cat([call.answer.flatten(0, -2) for call in parts.attention_in], dim=-1)
+    rows = torch.cat([call.output.flatten(0, -2) for call in parts.attention_in], dim=-1)
     return factor_between(rows[:, : query.shape[1]], query)
 
 
@@ -145,7 +145,7 @@ def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights
     num_heads, num_kv_heads, head_size = attention.heads
     if len(parts.attention_in) > 1 or num_heads != num_kv_heads:
         return whole
-    rows = parts.attention_in[0].answer.flatten(0, -2)
+    rows = parts.attention_in[0].output.flatten(0, -2)
     if torch.equal(rows[:, 2 * num_heads * head_size :], attention.call.value.flatten(1)):
         return whole
     by_head = rows.view(len(rows), num_heads, 3, head_size)
@@ -159,21 +159,21 @@ def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights
 
 
 def _match_before_attention(
-    parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
+    parts: _Parts, calls: Sequence[ModuleCall], inputs: torch.Tensor, kernels: LayerKernels
 ) -> None:
     """Match [norm] → products of one input → [norms of queries and keys]."""
-    normed = given
+    normed = inputs
     for call in calls:
         if is_product(call, kernels):
-            if call.given is not normed:
+            if call.input is not normed:
                 raise NoMatch("its queries, keys and values have different inputs")
             parts.attention_in.append(call)
             continue
         norm = _norm_of(call)
-        if call.given is given and not parts.attention_in:
-            parts.norms["attention_before"], normed = norm, call.answer
+        if call.input is inputs and not parts.attention_in:
+            parts.norms["attention_before"], normed = norm, call.output
         elif "query_norm" not in parts.norms:
-            parts.norms["query_norm"], parts.normed_queries = norm, call.answer
+            parts.norms["query_norm"], parts.normed_queries = norm, call.output
         elif "key_norm" not in parts.norms:
             parts.norms["key_norm"] = norm
         else:
@@ -181,7 +181,7 @@ def _match_before_attention(
 
 
 def _match_after_attention(
-    parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
+    parts: _Parts, calls: Sequence[ModuleCall], inputs: torch.Tensor, kernels: LayerKernels
 ) -> None:
     """Match a product → [norms] → products of one input → activation → a product → [norm].
 
@@ -193,9 +193,9 @@ def _match_after_attention(
             if not parts.attention_out:
                 parts.attention_out.append(call)
             elif not parts.mlp_in:
-                _name_middle_norms(parts, loose, call, given)
+                _name_middle_norms(parts, loose, call, inputs)
                 parts.mlp_in.append(call)
-            elif call.given is parts.mlp_in[0].given:
+            elif call.input is parts.mlp_in[0].input:
                 parts.mlp_in.append(call)
             elif not parts.mlp_out:
                 parts.mlp_out.append(call)
@@ -205,7 +205,7 @@ def _match_after_attention(
         elif parts.attention_out and not parts.mlp_in and (router := match_router(call)):
             if parts.router is not None:
                 raise NoMatch("it has more than one router")
-            _name_middle_norms(parts, loose, call, given)
+            _name_middle_norms(parts, loose, call, inputs)
             parts.router, loose = router, []
         elif (
             parts.activation is None
@@ -228,19 +228,19 @@ def _name_middle_norms(
     parts: _Parts,
     loose: list[tuple[NormWeights, ModuleCall]],
     product: ModuleCall,
-    given: torch.Tensor,
+    inputs: torch.Tensor,
 ) -> None:
     """Name the norms between the attention's product and the MLP's first product.
 
     The MLP runs in parallel with the attention if its input is a norm of the layer's input, or if it shares
     the norm before the attention.
     """
-    before = parts.attention_in[0].given if parts.attention_in else None
-    if product.given is before and "attention_before" in parts.norms:
+    before = parts.attention_in[0].input if parts.attention_in else None
+    if product.input is before and "attention_before" in parts.norms:
         parts.norms["mlp_before"], parts.is_parallel = parts.norms["attention_before"], True
-    if loose and is_same_memory(product.given, loose[-1][1].answer):
+    if loose and is_same_memory(product.input, loose[-1][1].output):
         norm, call = loose.pop()
-        parts.norms["mlp_before"], parts.is_parallel = norm, call.given is given
+        parts.norms["mlp_before"], parts.is_parallel = norm, call.input is inputs
     if loose:
         parts.norms["attention_after"] = loose.pop()[0]
     if loose:
@@ -259,19 +259,19 @@ def _kind(call: ModuleCall) -> str:
 
 
 def _hidden(parts: _Parts) -> int:
-    return int(parts.attention_in[0].given.shape[-1]) if parts.attention_in else 0
+    return int(parts.attention_in[0].input.shape[-1]) if parts.attention_in else 0
 
 
 def _mlp_fits(parts: _Parts) -> bool:
     """Whether the MLP's widths fit the form and are even: the kernels take pairs of bfloat16."""
     if parts.experts is not None:
-        return bool(parts.experts.given.shape[-1] == _hidden(parts) and not parts.mlp_in)
-    width = sum(call.answer.shape[-1] for call in parts.mlp_in) // (2 if _is_gated(parts) else 1)
+        return bool(parts.experts.input.shape[-1] == _hidden(parts) and not parts.mlp_in)
+    width = sum(call.output.shape[-1] for call in parts.mlp_in) // (2 if _is_gated(parts) else 1)
     return bool(
         len(parts.mlp_in) <= 2
         and width % 2 == 0
-        and parts.mlp_out[0].given.shape[-1] == width
-        and parts.mlp_out[0].answer.shape[-1] == _hidden(parts)
+        and parts.mlp_out[0].input.shape[-1] == width
+        and parts.mlp_out[0].output.shape[-1] == _hidden(parts)
     )
 
 
@@ -279,11 +279,11 @@ def _attention_fits(parts: _Parts, attention: RecordedAttention) -> bool:
     """Whether the widths of the attention and of all norms fit the form, and are even."""
     num_heads, num_kv_heads, head_size = attention.heads
     norms, hidden = parts.norms, _hidden(parts)
-    inputs = sum(call.answer.shape[-1] for call in parts.attention_in)
+    inputs = sum(call.output.shape[-1] for call in parts.attention_in)
     fits = (
         inputs == (num_heads + 2 * num_kv_heads) * head_size
-        and parts.attention_out[0].given.shape[-1] == num_heads * head_size
-        and parts.attention_out[0].answer.shape[-1] == hidden
+        and parts.attention_out[0].input.shape[-1] == num_heads * head_size
+        and parts.attention_out[0].output.shape[-1] == hidden
         and ("query_norm" in norms) == ("key_norm" in norms)
         and not any(norms[name].centred for name in AFTER if name in norms)
         and all(
@@ -329,14 +329,14 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
         or any(each.dim() != 1 for each in parameters)
     ):
         return None
-    if not isinstance(call.answer, torch.Tensor) or len(parameters[0]) != len(parameters[-1]):
+    if not isinstance(call.output, torch.Tensor) or len(parameters[0]) != len(parameters[-1]):
         return None
     width = len(parameters[0])
-    if call.given.shape[-1] % width or call.given.shape != call.answer.shape:
+    if call.input.shape[-1] % width or call.input.shape != call.output.shape:
         return None
     numbers = [each for each in vars(call.module).values() if isinstance(each, float)]
-    small = call.given * 1e-3  # small enough for eps to matter
-    pairs = [(call.given, call.answer), (small, call.module(small))]
+    small = call.input * 1e-3  # small enough for eps to matter
+    pairs = [(call.input, call.output), (small, call.module(small))]
     best: tuple[float, NormWeights] | None = None
     weight = parameters[0].float().contiguous()
     bias = parameters[1].float().contiguous() if len(parameters) == 2 else None
@@ -345,24 +345,24 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
         if bias is None:  # the kernels add a bias to a LayerNorm only
             candidates += [NormWeights(weight, eps), NormWeights(1 + weight, eps)]
         for norm in candidates:
-            errors = [_error(norm, given, answer) for given, answer in pairs]
-            fits = all(worst <= NORM_TOLERANCE[call.given.dtype] for worst, _ in errors)
+            errors = [_error(norm, inputs, output) for inputs, output in pairs]
+            fits = all(worst <= NORM_TOLERANCE[call.input.dtype] for worst, _ in errors)
             mean = sum(mean for _, mean in errors)
             if fits and (best is None or mean < best[0]):
                 best = mean, norm
     return None if best is None else best[1]
 
 
-def _error(norm: NormWeights, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
-    """Return the norm's largest and mean error, relative to the largest value of `answer`."""
+def _error(norm: NormWeights, inputs: torch.Tensor, output: torch.Tensor) -> tuple[float, float]:
+    """Return the norm's largest and mean error, relative to the largest value of `output`."""
     width = len(norm.weight)
-    rows = given.float().view(*given.shape[:-1], -1, width)
+    rows = inputs.float().view(*inputs.shape[:-1], -1, width)
     if norm.centred:
         rows = rows - rows.mean(-1, keepdim=True)
     got = rows / (rows.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
     if norm.bias is not None:
         got = got + norm.bias
-    right = answer.float()
+    right = output.float()
     difference = (got.flatten(-2) - right).abs() / right.abs().max().clamp_min(1e-12)
     return float(difference.max()), float(difference.mean())
 
@@ -405,7 +405,7 @@ class Router(NamedTuple):
     It returned for each row the chosen experts and their weights (`shares`, from the softmax of the logits).
     """
 
-    given: torch.Tensor
+    input: torch.Tensor
     weight: torch.Tensor
     shares: torch.Tensor
     experts: torch.Tensor
@@ -420,16 +420,16 @@ def match_router(call: ModuleCall) -> Router | None:
     returned.
     """
     parameters = list(call.module.parameters())
-    if len(parameters) != 1 or parameters[0].dim() != 2 or not isinstance(call.answer, tuple):
+    if len(parameters) != 1 or parameters[0].dim() != 2 or not isinstance(call.output, tuple):
         return None
     weight = parameters[0]
-    tensors = [each for each in call.answer if isinstance(each, torch.Tensor) and each.dim() == 2]
-    if len(tensors) != 3 or any(call.others) or weight.dtype != call.given.dtype:
+    tensors = [each for each in call.output if isinstance(each, torch.Tensor) and each.dim() == 2]
+    if len(tensors) != 3 or any(call.others) or weight.dtype != call.input.dtype:
         return None
-    if call.given.shape[-1] != weight.shape[1]:
+    if call.input.shape[-1] != weight.shape[1]:
         return None
     logits, shares, experts = tensors
-    right = F.linear(call.given.reshape(-1, weight.shape[1]), weight)
+    right = F.linear(call.input.reshape(-1, weight.shape[1]), weight)
     if logits.shape != right.shape or experts.is_floating_point():
         return None
     if logits.dtype != right.dtype and not torch.equal(logits.float(), right.float()):
@@ -442,7 +442,7 @@ def match_router(call: ModuleCall) -> Router | None:
     for normalized in (False, True):
         expected = chosen / chosen.sum(1, keepdim=True) if normalized else chosen
         if _near(shares.float(), expected, shares.dtype):
-            return Router(call.given, weight, shares, experts, normalized)
+            return Router(call.input, weight, shares, experts, normalized)
     return None
 
 
@@ -456,13 +456,13 @@ def expert_weights(
     layer does.
     """
     matrices = list(call.module.parameters(recurse=False))
-    given = (call.given, *call.others[0], *call.others[1].values())
+    inputs = (call.input, *call.others[0], *call.others[1].values())
     if (
         len(matrices) != 2
         or any(each.dim() != 3 or each.dtype != router.weight.dtype for each in matrices)
-        or not any(each is router.shares for each in given)
-        or not any(each is router.experts for each in given)
-        or not is_same_memory(call.given, router.given)
+        or not any(each is router.shares for each in inputs)
+        or not any(each is router.experts for each in inputs)
+        or not is_same_memory(call.input, router.input)
     ):
         return None
     into, out = matrices

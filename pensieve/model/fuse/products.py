@@ -22,22 +22,24 @@ class SharedInput:
     def __init__(self, packed: PackedWeights, sizes: Sequence[int]) -> None:
         self.packed = packed
         self._sizes = list(sizes)
-        self._given: torch.Tensor | None = None
-        self._answers: list[torch.Tensor | None] = []
+        self._inputs: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor | None] = []
 
-    def answer(self, part: int, given: torch.Tensor) -> torch.Tensor:
-        if given is not self._given or self._answers[part] is None:
-            rows = given.reshape(-1, given.shape[-1])
-            out = torch.empty((len(rows), sum(self._sizes)), dtype=given.dtype, device=given.device)
+    def output(self, part: int, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs is not self._inputs or self._outputs[part] is None:
+            rows = inputs.reshape(-1, inputs.shape[-1])
+            out = torch.empty(
+                (len(rows), sum(self._sizes)), dtype=inputs.dtype, device=inputs.device
+            )
             self.packed.multiply(rows, out)
-            whole = out.view(*given.shape[:-1], out.shape[1])
-            self._given, self._answers = given, list(torch.split(whole, self._sizes, dim=-1))
-        answer = self._answers[part]
-        assert answer is not None
-        self._answers[part] = None
-        if not any(each is not None for each in self._answers):
-            self._given = None
-        return answer
+            whole = out.view(*inputs.shape[:-1], out.shape[1])
+            self._inputs, self._outputs = inputs, list(torch.split(whole, self._sizes, dim=-1))
+        output = self._outputs[part]
+        assert output is not None
+        self._outputs[part] = None
+        if not any(each is not None for each in self._outputs):
+            self._inputs = None
+        return output
 
 
 class PackedProduct(torch.nn.Module):
@@ -60,8 +62,8 @@ class PackedProduct(torch.nn.Module):
     def packed(self) -> PackedWeights:
         return self.shared.packed
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self.shared.answer(self._part, given)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.shared.output(self._part, inputs)
 
 
 def pack_products(
@@ -76,7 +78,7 @@ def pack_products(
     count = 0
     for group in _groups([call for call in calls if id(call.module) in children], children):
         packed = kernels.pack(product_weights(group), int8=int8)
-        shared = SharedInput(packed, [call.answer.shape[-1] for call in group])
+        shared = SharedInput(packed, [call.output.shape[-1] for call in group])
         for part, call in enumerate(group):
             parent, name, _ = children[id(call.module)]
             setattr(parent, name, PackedProduct(shared, part, call.module))
@@ -104,7 +106,7 @@ def _groups(calls: Sequence[ModuleCall], children: dict[int, Child]) -> Iterator
     group: list[ModuleCall] = []
     for call in calls:
         if group and not (
-            call.given is group[0].given
+            call.input is group[0].input
             and children[id(call.module)].parent is children[id(group[0].module)].parent
             and num_calls[id(call.module)] == num_calls[id(group[0].module)] == 1
         ):

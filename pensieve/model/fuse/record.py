@@ -26,14 +26,14 @@ class ModuleCall(NamedTuple):
     """One call of a module that holds weights of its own or has no submodules."""
 
     module: torch.nn.Module
-    given: torch.Tensor  # the first argument
-    answer: Any
+    input: torch.Tensor  # the first argument
+    output: Any
     others: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # the other arguments
 
 
 class RecordedAttention(NamedTuple):
     call: AttentionCall
-    answer: torch.Tensor  # (tokens, heads, head_size)
+    output: torch.Tensor  # (tokens, heads, head_size)
 
     @property
     def heads(self) -> HeadShape:
@@ -48,10 +48,10 @@ Call = ModuleCall | RecordedAttention
 class LayerRecord:
     """One call of a decoder layer, and the calls inside it."""
 
-    given: torch.Tensor | None = None
-    others: tuple[Any, ...] = ()  # the positional arguments after `given`
+    input: torch.Tensor | None = None
+    others: tuple[Any, ...] = ()  # the positional arguments after `input`
     arguments: dict[str, Any] = field(default_factory=dict)
-    answer: Any = None
+    output: Any = None
     calls: list[Call] = field(default_factory=list)
 
 
@@ -89,9 +89,9 @@ class CausalPass:
             scale=call.kind.scaling,
             enable_gqa=True,
         )
-        answer = attended.transpose(0, 1).contiguous()
-        self._report(RecordedAttention(call, answer))
-        return answer
+        output = attended.transpose(0, 1).contiguous()
+        self._report(RecordedAttention(call, output))
+        return output
 
     def wait_for_pages(self, layer: int) -> None:
         """Do nothing: no pages move."""
@@ -132,21 +132,21 @@ def _recording(
 
     def enter(record: LayerRecord) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            record.given = args[0] if args else kwargs.get("hidden_states")
+            record.input = args[0] if args else kwargs.get("hidden_states")
             record.others, record.arguments = args[1:], kwargs
             inside.append(record)
 
         return hook
 
-    def leave(module: torch.nn.Module, args: tuple[Any, ...], answer: Any) -> None:
-        inside.pop().answer = answer
+    def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        inside.pop().output = output
 
     def leaf(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if not args or isinstance(module, torch.nn.Dropout | torch.nn.Identity):
             return
-        call = ModuleCall(module, args[0], answer, (args[1:], kwargs))
+        call = ModuleCall(module, args[0], output, (args[1:], kwargs))
         if inside:
             inside[-1].calls.append(call)
         else:
@@ -198,7 +198,7 @@ def causal_logits(
 def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
     """Run a layer with its recorded arguments, and record its calls. Call this inside `in_float32`."""
     again = LayerRecord()
-    args = () if "hidden_states" in record.arguments else (record.given, *record.others)
+    args = () if "hidden_states" in record.arguments else (record.input, *record.others)
     named = {name: _widened(each) for name, each in record.arguments.items()}
     with torch.inference_mode(), _recording(layer, [layer], [again], []) as attended:
         layer(*map(_widened, args), **{**named, "pensieve_pass": CausalPass(attended)})
@@ -236,8 +236,8 @@ def is_product(call: Call, kernels: LayerKernels) -> bool:
         isinstance(call, ModuleCall)
         and not any(call.others)
         and type(call.module) in (torch.nn.Linear, Conv1D)
-        and call.module.weight.dtype == call.given.dtype
-        and kernels.available(call.given.dtype)
+        and call.module.weight.dtype == call.input.dtype
+        and kernels.available(call.input.dtype)
     )
 
 

@@ -1,9 +1,9 @@
 """Compute the whole forward of a model whose layers are all fused, without the model's own code.
 
 The loop over the layers supports: a table of embeddings times a number; a table of position embeddings to
-add, or one rotation (cosines and sines) for all layers; a final norm; an output product (`lm_head`: hidden
+add, or one rotation (cosines and sines) for all layers; a final norm; an LM head (`lm_head`: hidden
 states to logits) times a number.  Each is found in the recorded forward and compared with the recorded
-answers.  A second forward, in which the result of the output product is 64 times as large, reveals a cap on
+answers.  A second forward, in which the result of the LM head is 64 times as large, reveals a cap on
 logits.
 """
 
@@ -39,7 +39,7 @@ class Surroundings:
     # Takes hidden states (1, tokens, …) and positions (1, tokens).
     rotation: Callable[[torch.Tensor, torch.Tensor], Rotation] | None
     norm: NormWeights
-    find_head: Callable[[], torch.nn.Module]  # returns the packed output product
+    find_head: Callable[[], torch.nn.Module]  # returns the packed LM head
     head_factor: float
 
 
@@ -61,7 +61,7 @@ class LayerGraphs(Protocol):
 
 
 class FusedModel:
-    """Run embeddings, fused layers, norm and output product in one loop."""
+    """Run embeddings, fused layers, norm and LM head in one loop."""
 
     def __init__(
         self, around: Surroundings, layers: Sequence[FusedLayer], kernels: LayerKernels
@@ -138,30 +138,30 @@ def match_surroundings(
     layers, outside = record.layers, record.outside
     if not layers:
         return None
-    first, last = layers[0].given, _hidden(layers[-1].answer)
+    first, last = layers[0].input, _hidden(layers[-1].output)
     rotation = layers[0].arguments.get("position_embeddings")
     if first is None or not (rotation is None or is_rotation(rotation, first)):
         return None
     if any(layer.arguments.get("position_embeddings") is not rotation for layer in layers):
         return None
     tables = [call for call in outside if isinstance(call.module, torch.nn.Embedding)]
-    rotations = [call for call in outside if rotation is not None and call.answer is rotation]
-    norms = [call for call in outside if call.given is last]
+    rotations = [call for call in outside if rotation is not None and call.output is rotation]
+    norms = [call for call in outside if call.input is last]
     heads = [call for call in outside if is_product(call, kernels)]
     if not len(norms) == len(heads) == 1 or len(rotations) != (rotation is not None):
         return None
-    chained = all(after.given is _hidden(layer.answer) for layer, after in pairwise(layers))
+    chained = all(after.input is _hidden(layer.output) for layer, after in pairwise(layers))
     embeddings = _match_embeddings(tables, first, record)
     head = heads[0]
     norm = match_norm(norms[0])
-    head_factor = factor_between(head.answer[0], record.logits)
+    head_factor = factor_between(head.output[0], record.logits)
     if (
         norm is None
         or not chained
         or embeddings is None
         or head_factor is None
-        or not torch.equal(head.given, norms[0].answer)
-        or factor_between(64 * head.answer[0], _with_larger_logits(flat, record, head.module, 64))
+        or not torch.equal(head.input, norms[0].output)
+        or factor_between(64 * head.output[0], _with_larger_logits(flat, record, head.module, 64))
         is None
     ):
         return None
@@ -187,29 +187,29 @@ def _match_embeddings(
     calls: Sequence[ModuleCall], first: torch.Tensor, record: ForwardRecord
 ) -> tuple[torch.nn.Embedding, float, torch.Tensor | None] | None:
     """Return the table of embeddings, its factor, and the table of positions that is added."""
-    if not calls or calls[0].given.flatten().tolist() != list(record.prompt):
+    if not calls or calls[0].input.flatten().tolist() != list(record.prompt):
         return None
     table: Any = calls[0].module
-    factor = factor_between(calls[0].answer, first)
+    factor = factor_between(calls[0].output, first)
     if len(calls) == 1:
         return None if factor is None else (table, factor, None)
-    if len(calls) > 2 or not torch.equal(calls[0].answer + calls[1].answer, first):
+    if len(calls) > 2 or not torch.equal(calls[0].output + calls[1].output, first):
         return None
     rows: torch.Tensor = calls[1].module.weight  # type: ignore[assignment]
-    answer = calls[1].answer.view(-1, rows.shape[1])
+    output = calls[1].output.view(-1, rows.shape[1])
     positions = torch.tensor(list(record.positions), device=rows.device)
-    for row in (rows == answer[0]).all(1).nonzero().flatten().tolist():
+    for row in (rows == output[0]).all(1).nonzero().flatten().tolist():
         begin = row - record.positions[0]  # OPT's positions begin at row 2
         if begin < 0 or begin + int(positions.max()) >= len(rows):
             continue
-        if torch.equal(rows[begin + positions], answer):
+        if torch.equal(rows[begin + positions], output):
             return table, 1.0, rows[begin:]
     return None
 
 
-def _hidden(answer: Any) -> Any:
+def _hidden(output: Any) -> Any:
     """Return a layer's residual; some models' layers return a tuple."""
-    return answer[0] if isinstance(answer, tuple) else answer
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _with_other_positions(call: ModuleCall) -> Callable[[torch.Tensor, torch.Tensor], Rotation]:
@@ -233,8 +233,8 @@ def _with_other_positions(call: ModuleCall) -> Callable[[torch.Tensor, torch.Ten
 def _with_larger_logits(
     flat: FlatModel, record: ForwardRecord, head: torch.nn.Module, times: int
 ) -> torch.Tensor:
-    """Return the model's logits with an output product that is `times` times as large."""
-    hook = head.register_forward_hook(lambda module, args, answer: answer * times)
+    """Return the model's logits with an LM head that is `times` times as large."""
+    hook = head.register_forward_hook(lambda module, args, output: output * times)
     try:
         return causal_logits(flat, record.prompt, record.positions)
     finally:

@@ -3,7 +3,7 @@
     rank 1          rank 2                rank 0: the engine's process
     embeddings
     layers 0 … k-1 ──activations──> layers k … l-1 ──activations──> layers l … n-1
-                                                                    output product, sampling
+                                                                    LM head, sampling
 
 Every stage executes the same iterations in the same order, each over its own layers.  So activations arrive
 in the expected order and need no identifiers.  A sender does not wait for the receiver, which may be busy
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pensieve.model.attention import FlatModel
-from pensieve.model.layer_range import BlankTable, NoProduct, OtherStageLayer, StagePart
+from pensieve.model.layer_range import BlankTable, NoLmHead, OtherStageLayer, StagePart
 from pensieve.model.parallel.ranks import Rank, limit_group
 
 
@@ -143,7 +143,7 @@ def expand_own_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     elsewhere = tuple(
         name
         for name, each in module.named_modules()
-        if isinstance(each, BlankTable | OtherStageLayer | NoProduct)
+        if isinstance(each, BlankTable | OtherStageLayer | NoLmHead)
     )
     library: Any = type(module).__mro__[1]
     expanded = library._expand_parallel_plan(module, plan)

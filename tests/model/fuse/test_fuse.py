@@ -630,7 +630,7 @@ def test_int8_without_the_library_is_refused(
 
 
 class Capped(torch.nn.Module):
-    """An output product whose cap has no effect on small logits."""
+    """An LM head whose cap has no effect on small logits."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
