@@ -54,10 +54,16 @@ FAMILIES = (
     _family("admission_rejections_total", COUNTER, "Refused turns and warms.", "reason"),
     _family("call_errors_total", COUNTER, "Calls that ended with an error.", "reason"),
     _family("num_preemptions_total", COUNTER, "Suspensions of running turns."),
-    _family("time_to_first_token_seconds", HISTOGRAM, "Seconds from admission to the first token."),
+    _family(
+        "time_to_first_token_seconds",
+        HISTOGRAM,
+        "Seconds from the accepted request to the first token.",
+    ),
     _family("inter_token_latency_seconds", HISTOGRAM, "Seconds between two tokens of a reply."),
     _family(
-        "e2e_request_latency_seconds", HISTOGRAM, "Seconds from admission to the stored reply."
+        "e2e_request_latency_seconds",
+        HISTOGRAM,
+        "Seconds from the accepted request to the stored reply.",
     ),
     _family(
         "request_queue_time_seconds", HISTOGRAM, "Seconds that a turn waits in the engine's queue."
