@@ -460,7 +460,7 @@ def clone(found: Walk) -> None:
         code = terminal.end(900.0)
         assert code == 0, f"exit code {code}: {terminal.err[-500:]}"
         found.look(step, terminal)
-        assert terminal.first_at is not None, "it wrote nothing"
+        assert terminal.first_at is not None, "the command wrote nothing"
         seconds = terminal.first_at - found.began
         print(f"   {seconds:6.1f} s  from the clone to the first word", flush=True)
         for stage in ("1 of 3", "2 of 3", "3 of 3"):

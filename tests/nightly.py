@@ -277,7 +277,7 @@ def main() -> int:
             say(f"{name}: passed before")
             seconds += before[-1]["seconds"]
             continue
-        line = did(name, night, began, commit)
+        line = run_part(name, night, began, commit)
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         has_failed |= bool(line["failures"])
@@ -290,7 +290,7 @@ def main() -> int:
     return 1 if has_failed else 0
 
 
-def did(name: str, night: Night, began: str, commit: str) -> dict[str, Any]:
+def run_part(name: str, night: Night, began: str, commit: str) -> dict[str, Any]:
     """Run a part. Return its line for results.jsonl."""
     log = night.folder / f"{began}-{name}.log"
     say(f"{name}: begins, and writes {log}")

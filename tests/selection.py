@@ -70,7 +70,7 @@ EXPENSIVE = (
     "tests/scripts/test_servers.py",
     "tests/bench/",  # measurements
     "tests/cli/test_profile.py",
-    "tests/faults/test_fault_search.py::test_nothing_is_lost",
+    "tests/faults/test_fault_search.py::test_nothing_acknowledged_is_lost",
     "tests/faults/test_every_store_call.py",
     "tests/faults/test_planted_faults.py",
     "tests/core/test_planted_faults.py",

@@ -43,7 +43,7 @@ def test_a_library_is_compiled_once(runs: list[str]) -> None:
     assert len(runs) == 3
 
 
-def test_a_header_that_changes_compiles_again(runs: list[str], tmp_path: Path) -> None:
+def test_a_changed_header_compiles_again(runs: list[str], tmp_path: Path) -> None:
     headers = tmp_path / "headers"
     headers.mkdir()
     (headers / "value.h").write_text("#define VALUE 1\n")
@@ -55,13 +55,13 @@ def test_a_header_that_changes_compiles_again(runs: list[str], tmp_path: Path) -
     assert len(runs) == 2
 
 
-def test_what_does_not_compile_leaves_nothing(runs: list[str], tmp_path: Path) -> None:
+def test_a_failed_compilation_leaves_nothing(runs: list[str], tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         compiled.compiled((*COMMAND, "-w"), "int one", ".c")
     assert [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == []
 
 
-def test_what_was_not_used_for_longest_makes_room(
+def test_the_least_recently_used_file_is_removed(
     runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (compiled.compiled(COMMAND, f"int {name};", ".c") for name in ("a", "b"))

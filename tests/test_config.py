@@ -59,7 +59,7 @@ def test_a_flag_beats_the_environment_the_environment_the_file_and_the_file_the_
     assert sources == ["flag", "PENSIEVE_DRAIN_TIMEOUT", str(file), "default"]
 
 
-def test_a_file_may_hold_what_other_commands_need(file: Path) -> None:
+def test_a_file_may_have_settings_of_other_commands(file: Path) -> None:
     serve = resolve({}, {}, file, SERVED)
     assert serve.settings.insecure is True
     assert serve.settings.device_cache == TierSize(2 * 2**30, "bytes")
@@ -70,7 +70,7 @@ def test_a_file_may_hold_what_other_commands_need(file: Path) -> None:
     assert "address" not in talk.sources
 
 
-def test_only_the_engines_settings_travel_to_it(file: Path) -> None:
+def test_only_the_engines_settings_are_passed_to_the_engine(file: Path) -> None:
     written = resolve({}, {}, file, SERVED).written
     assert written["turns_max"] == "9"
     assert not {"address", "drain_timeout", "insecure"} & set(written)
@@ -88,14 +88,16 @@ def test_only_the_engines_settings_travel_to_it(file: Path) -> None:
         ("drain_timeout = ", "is not valid TOML"),
     ],
 )
-def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, line: str, problem: str) -> None:
+def test_the_error_names_an_invalid_file_and_the_problem(
+    tmp_path: Path, line: str, problem: str
+) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match=problem):
         resolve({}, {}, path, SERVED)
 
 
-def test_a_wrong_variable_is_named() -> None:
+def test_the_error_names_an_invalid_variable() -> None:
     with pytest.raises(
         ConfigError, match=r"drain_timeout \(PENSIEVE_DRAIN_TIMEOUT\) must be a number in 0..86400"
     ):
@@ -117,7 +119,7 @@ def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
     assert not REMOVED_SETTINGS.keys() & {each.name for each in WITH_FLAGS}
 
 
-def test_print_config_says_where_values_come_from_and_keeps_secrets(
+def test_print_config_shows_the_source_of_values_and_hides_secrets(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSIEVE_TOKEN", "hush")
@@ -150,7 +152,7 @@ ODD_TEXTS = (
 
 
 @pytest.mark.parametrize("setting", [each for each in WITH_FLAGS if not each.secret])
-def test_what_print_config_prints_loads_as_the_same_settings(
+def test_the_output_of_print_config_loads_as_the_same_settings(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Print settings with --print-config, load the output, and compare."""
@@ -192,7 +194,7 @@ def test_help_is_short_and_help_all_has_every_setting(capsys: pytest.CaptureFixt
         assert named in whole
 
 
-def test_what_is_for_tests_has_a_variable_and_neither_flag_nor_key(tmp_path: Path) -> None:
+def test_settings_for_tests_have_a_variable_but_no_flag_and_no_key(tmp_path: Path) -> None:
     assert resolve({}, {"PENSIEVE_CHUNK_TOKENS": "8"}).settings.chunk_tokens == 8
     file = tmp_path / "pensieve.toml"
     file.write_text("chunk_tokens = 8\n")
@@ -200,7 +202,7 @@ def test_what_is_for_tests_has_a_variable_and_neither_flag_nor_key(tmp_path: Pat
         resolve({}, {}, file)
 
 
-def test_the_name_of_a_daemon_among_several_fits_into_labels_and_lists() -> None:
+def test_a_replica_name_has_only_characters_that_are_safe_in_labels_and_lists() -> None:
     for name in ("a", "replica-1.eu~2_x", "A" * 128):
         assert resolve({"replica": name}, {}, None, SERVED).settings.replica == name
     assert resolve({}, {}, None, SERVED).settings.replica is None
@@ -209,7 +211,7 @@ def test_the_name_of_a_daemon_among_several_fits_into_labels_and_lists() -> None
             resolve({"replica": name}, {}, None, SERVED)
 
 
-def test_where_a_history_is_may_be_shown() -> None:
+def test_the_shown_store_url_has_no_credentials() -> None:
     for url, shown in (
         ("", ""),
         ("postgresql://ada:secret@db.example:5433/chats?sslmode=require", "db.example:5433/chats"),
@@ -221,13 +223,13 @@ def test_where_a_history_is_may_be_shown() -> None:
 
 
 @pytest.mark.parametrize("url", ["sqlite:///var/lib/a.db", "sqlite:////var/lib/a.db"])
-def test_a_file_of_sqlite_may_be_named_as_sqlalchemy_names_it(url: str) -> None:
+def test_a_sqlite_file_may_be_given_as_a_sqlalchemy_url(url: str) -> None:
     found = resolve({"store": url}, {}, None, SERVED)
     assert found.settings.store == "sqlite:///var/lib/a.db"
 
 
 @pytest.mark.parametrize("url", ["history://10.0.0.9:50060", "historys://history.example:50060"])
-def test_a_history_service_is_an_error_that_says_what_daemons_open_instead(
+def test_a_history_service_url_is_refused_and_the_error_names_the_replacement(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instead = "--store sqlite:///FOLDER/conversations.db if all are on one host"
@@ -243,7 +245,7 @@ def test_a_history_service_is_an_error_that_says_what_daemons_open_instead(
     assert instead in capsys.readouterr().err
 
 
-def test_a_process_that_is_to_know_no_secret_gets_none() -> None:
+def test_without_secrets_removes_all_secrets_from_the_environment() -> None:
     given = {
         "PENSIEVE_STORE": "postgresql://me:hunter2@host/db",
         "PENSIEVE_TOKEN": "hunter2",

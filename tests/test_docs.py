@@ -75,7 +75,7 @@ def paths_in(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
-def test_every_path_that_a_page_names_is_there(page: str) -> None:
+def test_every_path_that_a_page_names_exists(page: str) -> None:
     homes = [
         (ROOT / page).parent,
         ROOT,
@@ -96,7 +96,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
-def test_every_section_that_a_page_links_to_is_there(page: str) -> None:
+def test_every_section_that_a_page_links_to_exists(page: str) -> None:
     home = (ROOT / page).parent
     missing = []
     for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", PAGES[page]):
@@ -106,7 +106,7 @@ def test_every_section_that_a_page_links_to_is_there(page: str) -> None:
     assert not missing, f"{page} links to {', '.join(missing)}"
 
 
-def test_every_page_and_section_that_other_files_name_is_there() -> None:
+def test_every_page_and_section_that_other_files_name_exists() -> None:
     """For example `docs/backup.md, "A full disk"` in an alert."""
     named = 0
     for folder in ("pensieve", "scripts", "proto", "docs"):
@@ -120,14 +120,14 @@ def test_every_page_and_section_that_other_files_name_is_there() -> None:
     assert named > 10
 
 
-def test_anchors_are_those_of_github() -> None:
+def test_anchors_are_generated_as_on_github() -> None:
     assert anchors("# OpenAI's and `x`\n```\n# no\n```\n### A drill") == {
         "openais-and-x",
         "a-drill",
     }
 
 
-def test_every_row_of_faults_names_tests_that_are_there() -> None:
+def test_every_row_of_faults_names_tests_that_exist() -> None:
     tables = PAGES["docs/reliability.md"].split("| fault | what happens | tests |\n")[1:]
     lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()[1:]]
     rows = [line for line in lines if line.startswith("|")]
@@ -145,7 +145,7 @@ def test_every_row_of_faults_names_tests_that_are_there() -> None:
                 )
 
 
-def test_every_test_that_a_script_names_is_there() -> None:
+def test_every_test_that_a_script_names_exists() -> None:
     for script in (ROOT / "scripts").iterdir():
         if script.is_file():
             for path in re.findall(r"\btests/[\w/]+\.py\b", script.read_text(encoding="utf-8")):
@@ -165,7 +165,7 @@ def test_the_readme_is_short_and_names_no_host_and_no_home() -> None:
     assert not re.search(r"/(?:home|root|tmp|work|opt)/|index-url|pypi|https?://", README)
 
 
-def test_the_table_of_layers_is_the_law_that_is_enforced() -> None:
+def test_the_documented_table_of_layers_matches_test_layering() -> None:
     page = PAGES["docs/structure.md"]
     section = page[page.index("## The law of layers") : page.index("## How a turn flows")]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
@@ -180,7 +180,7 @@ def test_the_table_of_layers_is_the_law_that_is_enforced() -> None:
             assert named == LAW[room].rooms, f"docs/structure.md on {room}"
 
 
-def test_the_table_of_sampling_parameters_has_those_that_there_are() -> None:
+def test_the_documented_table_of_sampling_parameters_is_complete() -> None:
     rows = [
         f"| `{each.name}` | {parameter_of(each).help} | {parameter_of(each).bounds} |"
         for each in fields(Sampling)
@@ -198,7 +198,7 @@ def test_every_method_of_the_service_is_documented_in_its_proto() -> None:
                 assert lines[number - 1].strip().startswith("//"), f"{proto.name}: {line.strip()}"
 
 
-def test_the_stubs_are_what_the_protos_say() -> None:
+def test_the_generated_stubs_match_the_protos() -> None:
     script = ROOT / "scripts" / "generate_protos"
     finished = subprocess.run(
         [script, "--check"], capture_output=True, text=True, check=False, env=ENVIRONMENT
@@ -218,7 +218,7 @@ def test_the_protos_pass_the_linter() -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_no_method_of_a_service_is_left_to_its_generated_base() -> None:
+def test_servicers_implement_every_method_of_their_service() -> None:
     """The base answers UNIMPLEMENTED, which callers should never get."""
     from pensieve.api.grpc.admin import AdminService
     from pensieve.api.grpc.conversation import ConversationService

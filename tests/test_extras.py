@@ -39,19 +39,19 @@ def without(missing: Sequence[str], *arguments: str) -> subprocess.CompletedProc
     )
 
 
-def test_the_packages_of_an_extra_are_those_of_the_distribution() -> None:
+def test_the_packages_of_an_extra_match_the_distribution() -> None:
     assert [each.split(">")[0] for each in extras.requirements("bench")] == ["matplotlib"]
     assert extras.requirements("nothing of this name") == []
 
 
-def test_a_missing_package_of_an_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_package_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(extras.ADD, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"^--plot needs matplotlib: pip install 'matplotlib>=3"):
         extras.need("bench", "matplotlib", "--plot")
 
 
-def test_a_package_that_is_there_and_broken_is_not_said_to_be_missing(
+def test_a_broken_package_is_not_reported_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_package.py").write_text("import a_module_that_nobody_has\n")
@@ -60,7 +60,7 @@ def test_a_package_that_is_there_and_broken_is_not_said_to_be_missing(
         extras.need("bench", "broken_package", "--plot")
 
 
-def test_what_is_missing_is_installed_where_a_program_is_named(
+def test_a_missing_package_is_installed_if_pensieve_add_extra_names_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "add"
@@ -78,13 +78,13 @@ def test_what_is_missing_is_installed_where_a_program_is_named(
 @pytest.mark.parametrize(
     ("module", "package"), [("torch", "torch"), ("sqlite_utils", "sqlite-utils")]
 )
-def test_doctor_runs_without_what_it_looks_for(module: str, package: str) -> None:
+def test_doctor_runs_without_the_packages_that_it_checks(module: str, package: str) -> None:
     finished = without([module], "doctor")
     assert finished.stderr == ""
     assert f"unknown: {module} is missing" in finished.stdout
 
 
-def test_a_command_without_a_package_that_it_needs_says_which() -> None:
+def test_a_command_names_the_missing_package_that_it_needs() -> None:
     finished = without(["sqlite_utils"], "chat", "-q", "Hello.")
     assert finished.returncode == 3
     assert finished.stderr == (
@@ -93,7 +93,7 @@ def test_a_command_without_a_package_that_it_needs_says_which() -> None:
     )
 
 
-def test_no_such_extra_is_said_by_the_script(tmp_path: Path) -> None:
+def test_the_script_add_extra_prints_its_usage_without_an_extra(tmp_path: Path) -> None:
     finished = subprocess.run(
         [ROOT / "scripts" / "add_extra"], capture_output=True, text=True, check=False
     )

@@ -45,14 +45,16 @@ def probed(way: contextlib.AbstractContextManager[None], folder: Path, **given: 
 @pytest.mark.parametrize(
     "options", [{}, {"start_new_session": True}, {"env": {"PYTHONUNBUFFERED": "1"}}]
 )
-def test_it_finds_what_an_executed_one_finds(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     forked = probed(contextlib.nullcontext(), tmp_path, **options)
     assert forked == probed(fork_server.executed(), tmp_path, **options)
     assert forked["given"] == "given"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it(number: int) -> None:
+def test_signals_end_a_forked_process(number: int) -> None:
     process = subprocess.Popen([*SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with process:
         assert process.stdout is not None
@@ -67,6 +69,6 @@ def test_signals_end_it(number: int) -> None:
     assert process.pid not in fork_server.children_of(os.getpid())
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_working_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         subprocess.Popen(PROBE, cwd=tmp_path / "none")

@@ -23,7 +23,7 @@ def thawed() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-def test_a_thousand_tokens_of_a_live_turn_are_no_thousand_objects() -> None:
+def test_tokens_of_a_live_turn_create_few_objects() -> None:
     live = LiveTurn(1, "c", 0, 3)
     gc.collect()
     before = len(gc.get_objects())
@@ -35,7 +35,7 @@ def test_a_thousand_tokens_of_a_live_turn_are_no_thousand_objects() -> None:
 
 
 @pytest.mark.usefixtures("thawed")
-def test_what_was_alive_at_the_start_is_not_looked_at_again_but_new_cycles_are_found() -> None:
+def test_freeze_excludes_existing_objects_from_collections_but_new_cycles_are_found() -> None:
     gc_pause.freeze()
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 1_000
@@ -45,7 +45,7 @@ def test_what_was_alive_at_the_start_is_not_looked_at_again_but_new_cycles_are_f
     assert gc.collect() >= 1
 
 
-def test_an_engine_without_work_collects_once_until_there_is_some_again(
+def test_an_idle_engine_collects_once_until_it_has_work_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collections = []

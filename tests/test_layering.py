@@ -191,7 +191,7 @@ def test_a_room_imports_only_what_its_row_allows() -> None:
     assert not found, "\n".join(found)
 
 
-def test_no_door_imports_the_other() -> None:
+def test_no_api_imports_another_api() -> None:
     found = [
         f"{name}:{each.line}: {each.module}"
         for name, path in MODULES.items()
@@ -203,7 +203,7 @@ def test_no_door_imports_the_other() -> None:
     assert not found, "\n".join(found)
 
 
-def test_what_the_command_line_loads_first_is_light() -> None:
+def test_the_command_line_first_loads_only_light_modules() -> None:
     found = [
         f"{NAMES[path]}:{each.line}: {each.module} is loaded with the module"
         for path in SOURCES
@@ -256,7 +256,7 @@ def test_no_string_names_a_module_of_a_room_above() -> None:
     assert not found, "\n".join(found)
 
 
-def circle_in(arrows: dict[str, set[str]]) -> list[str]:
+def cycle_in(arrows: dict[str, set[str]]) -> list[str]:
     """Return the modules of an import cycle in order, or [] if there is none."""
     done: set[str] = set()
     path: list[str] = []
@@ -280,7 +280,7 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     """Deferred imports, imports for type checkers, and modules named in strings count."""
     arrows: dict[str, set[str]] = {}
     for name, path in MODULES.items():
@@ -293,10 +293,10 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             inner = {each for each in arrows[name] if each.startswith(name + ".")}
             for each in inner:
                 arrows[each].discard(name)
-    assert not (found := circle_in(arrows)), " -> ".join(found)
+    assert not (found := cycle_in(arrows)), " -> ".join(found)
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
+def test_no_rooms_import_each_other_in_a_cycle() -> None:
     arrows: dict[str, set[str]] = {}
     for path in SOURCES:
         home = room_of(path)
@@ -306,15 +306,15 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
             parts = each.module.split(".")
             if parts[0] == "pensieve" and len(parts) > 1 and parts[1] not in (home, "__version__"):
                 arrows.setdefault(home, set()).add(parts[1])
-    assert not (found := circle_in(arrows)), " -> ".join(found)
+    assert not (found := cycle_in(arrows)), " -> ".join(found)
 
 
-def test_a_circle_is_found() -> None:
-    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert not circle_in({"a": {"b", "c"}, "b": {"c"}})
+def test_an_import_cycle_is_found() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not cycle_in({"a": {"b", "c"}, "b": {"c"}})
 
 
-def test_a_module_in_a_string_is_seen() -> None:
+def test_a_module_named_in_a_string_counts_as_an_import() -> None:
     tree = ast.parse('"""Of pensieve.core.turn."""\nstart("-m", "pensieve.engine.engine")')
     assert list(modules_in_strings(tree)) == [Import("pensieve.engine.engine", 2, False)]
 
@@ -391,7 +391,7 @@ def test_the_core_draws_no_random_numbers_and_reads_no_clock() -> None:
         ("text", "transformers", "text may not import transformers"),
     ],
 )
-def test_the_table_means_what_it_says(home: str, module: str, why: str | None) -> None:
+def test_trespass_applies_the_table_of_rooms(home: str, module: str, why: str | None) -> None:
     assert trespass(home, module) == why
 
 
@@ -406,12 +406,12 @@ def test_the_table_means_what_it_says(home: str, module: str, why: str | None) -
         ("load(x, trust_remote_code=flag)", "1: trust_remote_code=flag"),
     ],
 )
-def test_a_danger_is_recognised(source: str, problem: str) -> None:
+def test_forbidden_calls_are_recognised(source: str, problem: str) -> None:
     assert list(dangers(ast.parse(source))) == [problem]
     assert not list(dangers(ast.parse("run(x, shell=False); model.eval()")))
 
 
-def test_nested_imports_are_seen_and_relative_ones_refused() -> None:
+def test_nested_imports_are_found_and_relative_imports_refused() -> None:
     tree = ast.parse("import a.b\nif TYPE_CHECKING:\n    import c\ndef f():\n    from d import e")
     assert list(imports(tree)) == [
         Import("a.b", 1, True),
@@ -422,7 +422,7 @@ def test_nested_imports_are_seen_and_relative_ones_refused() -> None:
         list(imports(ast.parse("from .engine import x")))
 
 
-def test_every_room_is_looked_at() -> None:
+def test_the_sources_include_every_important_room() -> None:
     assert {room_of(path) for path in SOURCES} >= {
         "core",
         "engine",

@@ -55,7 +55,7 @@ def write(groups: Path, own: str, **files: str) -> None:
         ),
     ],
 )
-def test_the_smallest_quota_on_the_way_up_counts(
+def test_the_smallest_quota_of_the_group_and_its_parents_counts(
     groups: Path, own: str, files: dict[str, str], quota: float | None
 ) -> None:
     write(groups, own, **files)
@@ -80,7 +80,9 @@ def test_without_control_groups_there_is_no_quota(groups: Path) -> None:
         ),
     ],
 )
-def test_memory_is_what_the_group_has_left(groups: Path, own: str, files: dict[str, str]) -> None:
+def test_available_memory_is_the_rest_of_the_groups_limit(
+    groups: Path, own: str, files: dict[str, str]
+) -> None:
     free = machine.available_memory_bytes()
     write(groups, own, **dict.fromkeys(files, "max"))
     assert machine.available_memory_bytes() > free / 2
@@ -118,7 +120,7 @@ def test_memory_is_what_the_group_has_left(groups: Path, own: str, files: dict[s
         ),
     ],
 )
-def test_files_that_are_cached_take_no_memory_of_the_group(
+def test_cached_files_do_not_count_as_used_memory_of_the_group(
     groups: Path, own: str, files: dict[str, str]
 ) -> None:
     write(groups, own, **files)

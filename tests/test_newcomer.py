@@ -24,7 +24,7 @@ def test_each_step_is_a_line_of_the_docs() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_quick_walk_finds_nothing_to_stop_at(tmp_path: Path) -> None:
+def test_the_quick_walk_finds_no_problem(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "tests/newcomer.py", str(tmp_path / "walk"), "--quick"],
         cwd=ROOT,
@@ -48,7 +48,7 @@ def test_the_quick_walk_finds_nothing_to_stop_at(tmp_path: Path) -> None:
         (Step("python -c 'input()'", types=("x\n",)), "'> ' did not come"),
     ],
 )
-def test_what_is_not_as_expected_is_a_problem(
+def test_unexpected_behaviour_of_a_step_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Step, problem: str
 ) -> None:
     monkeypatch.setattr(newcomer, "PATIENCE", 5.0)

@@ -41,7 +41,7 @@ def endless(night: Night, log: Path, outcome: Outcome) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_the_suite_leaves_out_is_done_by_night() -> None:
+def test_the_nightly_run_covers_all_tests_that_the_suite_leaves_out() -> None:
     source = Path(nightly.__file__)
     named = {
         *nightly.SCALED,
@@ -57,7 +57,9 @@ def test_what_the_suite_leaves_out_is_done_by_night() -> None:
         assert named & {str(file), *map(str, file.parents)}, f"no part of the night has {file}"
 
 
-def test_every_part_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_writes_a_line_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = {"sound": sound, "broken": broken, "mistaken": mistaken, "endless": endless}
     monkeypatch.setattr(nightly, "PARTS", parts)
     monkeypatch.setattr(nightly, "commit_of_the_tree", lambda: "abc")
@@ -77,7 +79,7 @@ def test_every_part_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["part"] for line in kept(folder)[before:]] == ["broken"]
 
 
-def test_a_green_night_says_what_to_record(
+def test_a_complete_green_night_prints_the_line_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only a complete night counts, perhaps in two runs. A share, a part or a failure does not."""
@@ -93,7 +95,7 @@ def test_a_green_night_says_what_to_record(
     assert "last green run" not in capsys.readouterr().out
 
 
-def test_a_night_goes_on_where_the_one_before_has_ended(
+def test_a_night_continues_with_the_seeds_after_the_previous_night(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
@@ -104,12 +106,12 @@ def test_a_night_goes_on_where_the_one_before_has_ended(
     assert (second["first_seed"], second["next_seed"]) == (1001, 1002)
 
 
-def test_what_is_no_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, str(tmp_path), "--only", "dreams")
 
 
-def test_a_part_that_is_scaled_says_how_much_it_has_done(
+def test_a_scaled_part_records_its_amount_of_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenth of a night: 100 double presses of Ctrl-C, ten times as many as in the suite."""

@@ -50,12 +50,12 @@ def test_the_parts_cover_everything_once_and_are_equal(project: pytest.Pytester)
     assert set.union(*parts) == run(project) == run(project, "--part", "all")
 
 
-def test_a_part_is_the_same_whatever_else_is_chosen(project: pytest.Pytester) -> None:
+def test_the_part_of_a_test_does_not_depend_on_other_selections(project: pytest.Pytester) -> None:
     day = {name for name in run(project, "--part", "2") if "test_expensive" in name}
     assert run(project, "--part", "2", "-m", "not full", "-k", "expensive") == day
 
 
-def test_the_tests_of_a_file_that_shares_something_stay_together(
+def test_tests_of_a_file_with_a_shared_start_stay_in_one_part(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ("test_rig.py", "test_another.py", "test_third.py")
@@ -70,7 +70,7 @@ def test_the_tests_of_a_file_that_shares_something_stay_together(
         }
 
 
-def test_what_was_left_out_is_one_line(project: pytest.Pytester) -> None:
+def test_the_summary_has_one_line_about_tests_left_out(project: pytest.Pytester) -> None:
     output = project.runpytest_inprocess("-p", "tests.selection", "--part", "2").stdout.str()
     assert "expensive sets: part 2 of 3" in output
     assert re.findall("^left out: .*$", output, re.MULTILINE) == [
@@ -79,7 +79,7 @@ def test_what_was_left_out_is_one_line(project: pytest.Pytester) -> None:
     assert "5 passed, 9 deselected" in output
 
 
-def test_every_expensive_set_is_there() -> None:
+def test_every_expensive_set_exists() -> None:
     root = Path(__file__).parents[1]
     for each in (*selection.EXPENSIVE, *selection.EXPENSIVE_TOGETHER):
         path, _, test = each.partition("::")

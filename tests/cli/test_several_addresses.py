@@ -31,8 +31,8 @@ def test_a_talk_goes_to_the_home_of_its_conversation_and_on_without_it(
     assert main([*talk, "Hello there."]) == 0
     fleet.stop(order[0])
     assert main([*talk, "Still there?"]) == 0
-    assert fleet.who_has("trip-42").count(order[0]) == 1
-    assert fleet.who_has("trip-42").count(order[1]) == 1
+    assert fleet.addresses_called("trip-42").count(order[0]) == 1
+    assert fleet.addresses_called("trip-42").count(order[1]) == 1
     shown = capsys.readouterr().out
     assert shown.index("Hello there.") < shown.index("Still there?")
 

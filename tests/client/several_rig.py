@@ -47,7 +47,7 @@ class Fleet:
         self.servers[self.addresses.index(address)] = server.__enter__()
         return server
 
-    def who_has(self, conversation_id: str, name: str = "SendMessage") -> list[str]:
+    def addresses_called(self, conversation_id: str, name: str = "SendMessage") -> list[str]:
         """Return the addresses that received such calls about this conversation, in address order."""
         return [
             server.address

@@ -39,7 +39,7 @@ def chosen(addresses: Addresses, *tried: str) -> Choice | None:
     return addresses.choose(NAMES, tried)
 
 
-def test_an_address_that_fails_is_avoided_for_longer_each_time(
+def test_an_address_is_avoided_for_longer_after_each_failure(
     addresses: Addresses, clock: Clock
 ) -> None:
     pauses = []
@@ -59,7 +59,7 @@ def test_an_address_that_fails_is_avoided_for_longer_each_time(
     assert chosen(addresses) == ("gpu1:1", False)
 
 
-def test_a_failure_that_many_calls_see_counts_once(addresses: Addresses, clock: Clock) -> None:
+def test_simultaneous_failures_of_many_calls_count_once(addresses: Addresses, clock: Clock) -> None:
     for _ in range(50):
         addresses.failed("gpu1:1", "away")
     assert addresses.states()[0].num_failures == 1
@@ -76,7 +76,7 @@ def test_pauses_have_jitter() -> None:
     assert [each.seconds_left for each in addresses.states()] == [0.5, 0.75, 0.0]
 
 
-def test_a_doubt_is_cleared_by_a_look_and_moves_nothing_meanwhile(addresses: Addresses) -> None:
+def test_an_address_in_doubt_is_checked_first_but_stays_chosen(addresses: Addresses) -> None:
     addresses.doubt("gpu1:1", "the stream broke")
     assert addresses.states()[0] == AddressState("gpu1:1", "in doubt", error="the stream broke")
     assert [chosen(addresses), chosen(addresses)] == [("gpu1:1", True)] * 2
@@ -84,7 +84,7 @@ def test_a_doubt_is_cleared_by_a_look_and_moves_nothing_meanwhile(addresses: Add
     assert chosen(addresses) == ("gpu1:1", False)
 
 
-def test_one_that_is_avoided_is_better_than_none(addresses: Addresses) -> None:
+def test_an_avoided_address_is_used_if_all_are_avoided(addresses: Addresses) -> None:
     for name in NAMES:
         addresses.failed(name, "away")
     assert chosen(addresses) == ("gpu1:1", True)
@@ -92,7 +92,7 @@ def test_one_that_is_avoided_is_better_than_none(addresses: Addresses) -> None:
     assert chosen(addresses, *NAMES) is None
 
 
-def test_a_single_address_is_never_looked_at_nor_avoided(clock: Clock) -> None:
+def test_a_single_address_is_never_checked_or_avoided(clock: Clock) -> None:
     alone = Addresses(["gpu1:1"], RETRY, clock)
     route = Route(alone, "trip")
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_a_single_address_is_never_looked_at_nor_avoided(clock: Clock) -> None:
 # -- homes --
 
 
-def test_what_is_learned_of_homes_is_bounded_and_the_oldest_is_forgotten(
+def test_learned_homes_are_bounded_and_the_least_recently_used_is_forgotten(
     addresses: Addresses,
 ) -> None:
     keys = [f"talk-{number}" for number in range(HOMES_MAX + 1)]
@@ -122,7 +122,7 @@ def test_what_is_learned_of_homes_is_bounded_and_the_oldest_is_forgotten(
     assert addresses.order(keys[1]) == ranked(keys[1], NAMES)
 
 
-def test_a_home_that_the_hash_names_too_takes_no_space(addresses: Addresses) -> None:
+def test_a_learned_home_equal_to_the_hashed_home_is_not_stored(addresses: Addresses) -> None:
     first, second, _ = ranked("trip", NAMES)
     assert addresses.learn("trip", second)
     assert addresses.order("trip")[0] == second
@@ -143,7 +143,7 @@ def test_a_learned_home_that_fails_is_forgotten(addresses: Addresses) -> None:
     assert route.choose() == (first, False)
 
 
-def test_an_id_beside_another_is_at_home_where_that_is(addresses: Addresses) -> None:
+def test_id_beside_returns_an_id_with_the_same_home(addresses: Addresses) -> None:
     second = ranked("trip", NAMES)[1]
     addresses.learn("trip", second)
     drawn = {addresses.id_beside("trip") for _ in range(20)}
@@ -154,7 +154,7 @@ def test_an_id_beside_another_is_at_home_where_that_is(addresses: Addresses) -> 
 # -- the route of a request --
 
 
-def test_each_address_is_tried_once_in_a_round(addresses: Addresses) -> None:
+def test_a_round_tries_each_address_once(addresses: Addresses) -> None:
     order = ranked("trip", NAMES)
     route = Route(addresses, "trip")
     tried = []
@@ -170,7 +170,7 @@ def test_each_address_is_tried_once_in_a_round(addresses: Addresses) -> None:
     assert route.choose() == (order[0], True)
 
 
-def test_a_stream_that_broke_stays_where_it_was_until_that_is_known_to_be_gone(
+def test_a_broken_stream_keeps_its_address_until_that_address_fails_again(
     addresses: Addresses,
 ) -> None:
     order = ranked("trip", NAMES)
@@ -186,7 +186,7 @@ def test_a_stream_that_broke_stays_where_it_was_until_that_is_known_to_be_gone(
     assert route.choose() == (order[2], False)
 
 
-def test_the_error_says_that_it_is_worth_waiting_if_one_of_them_loads(
+def test_the_error_is_loading_if_one_of_the_addresses_is_loading(
     addresses: Addresses,
 ) -> None:
     route = Route(addresses, "trip")
@@ -201,7 +201,7 @@ def test_the_error_says_that_it_is_worth_waiting_if_one_of_them_loads(
     assert error.retry_after_seconds == 2.5
 
 
-def test_an_answer_that_is_an_error_is_an_answer(addresses: Addresses) -> None:
+def test_an_address_that_answers_with_an_error_works(addresses: Addresses) -> None:
     route = Route(addresses, "trip")
     name = route.choose().name
     missing = errors.NotFound("missing")
@@ -237,7 +237,7 @@ def test_a_score_is_the_same_in_every_language_and_version(
         ("0" * 128, [THREE[2], THREE[0], THREE[1]]),
     ],
 )
-def test_the_order_of_a_conversation_does_not_depend_on_how_the_addresses_are_listed(
+def test_the_ranking_of_a_conversation_is_independent_of_the_listed_order(
     key: str, names: list[str]
 ) -> None:
     for rotated in (THREE, THREE[1:] + THREE[:1], THREE[::-1]):
@@ -257,7 +257,7 @@ def test_many_conversations_are_spread_evenly() -> None:
         assert all(0.8 * mean < homes[name] < 1.2 * mean for name in names)
 
 
-def test_an_address_that_leaves_moves_its_conversations_alone_each_to_its_next() -> None:
+def test_removing_an_address_moves_only_its_conversations_each_to_its_next_address() -> None:
     for gone in THREE:
         left = [name for name in THREE if name != gone]
         for key in KEYS:
@@ -265,7 +265,7 @@ def test_an_address_that_leaves_moves_its_conversations_alone_each_to_its_next()
             assert ranked(key, left) == [name for name in before if name != gone]
 
 
-def test_an_address_that_is_added_takes_its_share_from_all_alike() -> None:
+def test_an_added_address_takes_an_equal_share_from_each_address() -> None:
     taken: Counter[str] = Counter()
     for key in KEYS:
         before, after = ranked(key, THREE), ranked(key, (*THREE, "gpu4:50051"))

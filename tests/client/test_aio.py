@@ -44,7 +44,7 @@ async def abandoned(server: ScriptedServer) -> str:
     return await asyncio.to_thread(server.abandoned.get, timeout=SAFETY_SECONDS)
 
 
-def test_a_turn_that_was_lost_begins_again(server: ScriptedServer) -> None:
+def test_a_lost_turn_restarts(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         server.mishaps.append(Mishap(after=1, lost=True))
         events = [event async for event in client.conversation("c").send("a b")]
@@ -56,7 +56,7 @@ def test_a_turn_that_was_lost_begins_again(server: ScriptedServer) -> None:
     run(server, script)
 
 
-def test_the_retries_end_and_the_server_is_heeded(server: ScriptedServer) -> None:
+def test_retries_are_limited_and_wait_as_long_as_the_server_asks(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         server.mishaps.extend([Mishap(after=1, lost=True)] * 9)
         turn = client.conversation("c").send("a b")
@@ -71,7 +71,7 @@ def test_the_retries_end_and_the_server_is_heeded(server: ScriptedServer) -> Non
     assert run(server, script) == [1.0, 2.0, 4.0, 9.0]
 
 
-def test_the_other_methods(server: ScriptedServer) -> None:
+def test_methods_for_conversations_and_health(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         talk = client.conversation("c")
         assert (await talk.create(system_prompt="Be brief.")).revision == 0
@@ -119,7 +119,7 @@ def test_errors_and_deadlines(server: ScriptedServer) -> None:
     run(server, script)
 
 
-def test_leaving_a_loop_abandons_the_turn_and_closing_does_too(server: ScriptedServer) -> None:
+def test_leaving_the_loop_or_closing_the_turn_abandons_it(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         server.mishaps.extend([Mishap(after=1, stalls=True)] * 2)
         async for _ in client.conversation("c").send("a b", request_id="left"):
@@ -135,7 +135,7 @@ def test_leaving_a_loop_abandons_the_turn_and_closing_does_too(server: ScriptedS
     run(server, script)
 
 
-def test_a_task_that_is_cancelled_has_ended_its_turn(server: ScriptedServer) -> None:
+def test_cancelling_a_task_ends_its_turn(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         stalled = threading.Event()
         server.mishaps.append(Mishap(after=1, stalls=True, on_stall=stalled.set))
@@ -181,7 +181,7 @@ def test_closing_the_client_cancels_no_task(server: ScriptedServer, waits: str) 
 
 
 @pytest.mark.parametrize("waits", ["turn", "call"])
-def test_a_task_that_is_cancelled_while_the_client_is_closed_is_cancelled(
+def test_a_task_cancelled_while_the_client_closes_raises_cancelled_error(
     server: ScriptedServer, waits: str
 ) -> None:
     async def script(client: AsyncClient) -> None:

@@ -38,7 +38,7 @@ def client(server: ScriptedServer) -> Iterator[Client]:
         yield client
 
 
-def test_a_long_history_is_sent_in_pieces_that_a_request_may_have() -> None:
+def test_a_long_history_is_split_into_messages_of_allowed_size() -> None:
     def sizes(*texts: str) -> list[int] | None:
         given = [{"content": each} for each in texts]
         request = create_request("c", "Rules.", (), None, {"a": 1}, "", given)
@@ -65,7 +65,7 @@ def test_a_long_history_is_sent_in_pieces_that_a_request_may_have() -> None:
 # -- conversations --
 
 
-def test_a_conversation_from_its_beginning_to_its_end(client: Client) -> None:
+def test_methods_of_a_conversation_from_create_to_delete(client: Client) -> None:
     talk = client.conversation("trip-42")
     created = talk.create(system_prompt="Be brief.", metadata={"user": "ada", "n": 3})
     assert (created.conversation_id, created.revision) == ("trip-42", 0)
@@ -93,7 +93,7 @@ def test_a_conversation_from_its_beginning_to_its_end(client: Client) -> None:
         branch.create()
 
 
-def test_whole_numbers_of_metadata_come_back_whole(server: ScriptedServer) -> None:
+def test_integers_in_metadata_stay_integers(server: ScriptedServer) -> None:
     """Protobuf structs have only doubles."""
     given = {
         "whole": 7,
@@ -113,7 +113,7 @@ def test_whole_numbers_of_metadata_come_back_whole(server: ScriptedServer) -> No
     assert created.metadata["yes"] is True
 
 
-def test_every_page_is_read(client: Client, server: ScriptedServer) -> None:
+def test_lists_read_all_pages(client: Client, server: ScriptedServer) -> None:
     for number in range(5):
         client.conversation(f"c{number}").ask("a b")
     ids = [state.conversation_id for state in client.conversations()]
@@ -126,7 +126,9 @@ def test_every_page_is_read(client: Client, server: ScriptedServer) -> None:
     assert {message.token_ids for message in talk.messages()} == {()}
 
 
-def test_only_what_changes_nothing_is_retried(client: Client, server: ScriptedServer) -> None:
+def test_only_calls_without_side_effects_are_retried(
+    client: Client, server: ScriptedServer
+) -> None:
     talk = client.conversation("c")
     talk.ask("a b")
     again: dict[str, Act] = {
@@ -164,7 +166,7 @@ def test_only_what_changes_nothing_is_retried(client: Client, server: ScriptedSe
         assert server.names() == [name]
 
 
-def test_health_is_yes_or_no(server: ScriptedServer, client: Client) -> None:
+def test_healthy_returns_false_on_any_error(server: ScriptedServer, client: Client) -> None:
     assert client.healthy() is True
     server.health = NOT_SERVING
     assert client.healthy() is False
@@ -174,7 +176,7 @@ def test_health_is_yes_or_no(server: ScriptedServer, client: Client) -> None:
         assert other.healthy() is False
 
 
-def test_the_token_goes_with_every_call_and_into_no_error(server: ScriptedServer) -> None:
+def test_the_token_is_sent_with_every_call_and_appears_in_no_error(server: ScriptedServer) -> None:
     with Client(server.address, token=" s3cret\n") as client:  # as read from a file
         talk = client.conversation("c")
         talk.ask("a")
@@ -190,7 +192,7 @@ def test_the_token_goes_with_every_call_and_into_no_error(server: ScriptedServer
     assert "authorization" not in server.calls[-1][2]
 
 
-def test_addresses_as_people_have_them(tmp_path: Path, server: ScriptedServer) -> None:
+def test_addresses_may_be_grpc_urls_or_unix_sockets(tmp_path: Path, server: ScriptedServer) -> None:
     with Client(f"grpc://{server.address}") as client:
         assert client.conversation("c").ask("hello").text == "hello "
     listen = f"unix:{tmp_path / 's.sock'}"
@@ -198,7 +200,7 @@ def test_addresses_as_people_have_them(tmp_path: Path, server: ScriptedServer) -
         assert client.conversation("c").ask("hello").text == "hello "
 
 
-def test_a_certificate_that_cannot_be_read_is_named() -> None:
+def test_the_error_names_an_unreadable_certificate() -> None:
     with pytest.raises(errors.ConfigError, match="/no/such"):
         Client(tls="/no/such")
 
@@ -243,7 +245,7 @@ def test_a_certificate_that_cannot_be_read_is_named() -> None:
         (lambda c: c.send("x", logit_bias=[1]), "logit_bias"),
     ],
 )
-def test_what_could_not_be_right_is_not_sent(
+def test_invalid_arguments_are_refused_before_sending(
     client: Client, server: ScriptedServer, act: Callable[[Any], object], field: str
 ) -> None:
     with pytest.raises(errors.InvalidArgument) as wrong:
@@ -252,13 +254,13 @@ def test_what_could_not_be_right_is_not_sent(
     assert server.calls == []
 
 
-def test_every_text_that_utf8_can_carry_arrives(client: Client, server: ScriptedServer) -> None:
+def test_any_valid_utf8_text_is_sent_unchanged(client: Client, server: ScriptedServer) -> None:
     text = "\x00 \u202e א e\u0301\u0301 🙂 \ufffe"
     client.conversation("A.z_~-9").ask(text)
     assert server.requests("SendMessage")[0].messages[0].content == text
 
 
-def test_a_message_that_is_too_large_is_not_a_full_queue(
+def test_an_oversized_message_raises_invalid_argument_and_not_queue_full(
     client: Client, server: ScriptedServer
 ) -> None:
     with pytest.raises(errors.InvalidArgument, match="too large"):
@@ -320,7 +322,7 @@ def test_a_message_that_is_too_large_is_not_a_full_queue(
     ],
     ids=lambda value: value.reason or value.code if isinstance(value, Refusal) else "",
 )
-def test_an_error_arrives_as_its_class_with_its_causes(
+def test_an_error_is_raised_with_its_class_and_details(
     server: ScriptedServer,
     refusal: Refusal,
     kind: type[errors.PensieveError],
@@ -338,7 +340,7 @@ def test_an_error_arrives_as_its_class_with_its_causes(
             client.conversation("c").ask("a b")
 
 
-def test_every_reason_of_the_tree_comes_home() -> None:
+def test_every_error_class_is_found_by_its_reason() -> None:
     def tree(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveError]]:
         for each in root.__subclasses__():
             if each.__module__ == errors.__name__:
@@ -365,12 +367,12 @@ def test_every_reason_of_the_tree_comes_home() -> None:
         (("grpc-status-details-bin", b"\x1a\x04\x0a\x02\xff\xff"),),
     ],
 )
-def test_bytes_that_are_no_details_leave_the_code(trailing: Any) -> None:
+def test_malformed_error_details_are_ignored_and_the_status_code_decides(trailing: Any) -> None:
     error = error_of(grpc.StatusCode.NOT_FOUND, None, trailing)
     assert (type(error), str(error)) == (errors.NotFound, "NOT_FOUND")
 
 
-def test_another_domain_has_its_own_reasons() -> None:
+def test_a_reason_of_another_domain_is_ignored() -> None:
     status = status_pb2.Status()
     info = status_pb2.ErrorInfo(reason="NOT_FOUND", domain="proxy.example")
     name = "type.googleapis.com/google.rpc.ErrorInfo"
@@ -390,13 +392,13 @@ def test_another_domain_has_its_own_reasons() -> None:
         ("RESOURCE_EXHAUSTED", "too many", errors.QueueFull),
     ],
 )
-def test_an_error_of_the_connection_is_distinguished_from_one_of_the_server(
+def test_connection_errors_differ_from_errors_of_the_server(
     code: str, text: str, kind: type[errors.PensieveError]
 ) -> None:
     assert type(error_of(getattr(grpc.StatusCode, code), text, ())) is kind
 
 
-def test_a_deadline_shrinks_from_its_first_use() -> None:
+def test_a_deadline_starts_at_its_first_use() -> None:
     now = [100.0]
     deadline = Deadline(5.0, clock=lambda: now[0])
     now[0] = 200.0
@@ -408,13 +410,13 @@ def test_a_deadline_shrinks_from_its_first_use() -> None:
     assert Deadline(None).left() is None
 
 
-def test_every_call_has_its_deadline(client: Client, server: ScriptedServer) -> None:
+def test_a_call_ends_at_its_timeout(client: Client, server: ScriptedServer) -> None:
     server.hold(threading.Event())
     with pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"):
         client.conversation("c").get(timeout=0.05)
 
 
-def test_a_server_that_names_the_deadline_is_quoted_with_ours() -> None:
+def test_a_deadline_error_of_the_server_also_names_the_clients_timeout() -> None:
     refusal = Refusal("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
     error = error_of(
         grpc.StatusCode.DEADLINE_EXCEEDED, "turns wait 9 s", refusal.trailing(), timeout=2.5
@@ -433,7 +435,7 @@ def test_the_public_names() -> None:
         )
 
 
-def test_importing_it_loads_nothing_heavy() -> None:
+def test_importing_the_client_loads_no_heavy_modules() -> None:
     allowed = {"client", "errors", "sampling", "v1"}
     program = (
         "import sys, pensieve.client, pensieve.client.admin\n"
@@ -447,7 +449,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
     assert printed.stdout == "[] []\n"
 
 
-def test_a_client_that_is_shared_reads_pages_for_each_thread(
+def test_threads_that_share_a_client_each_read_all_pages(
     client: Client, server: ScriptedServer
 ) -> None:
     for number in range(5):
@@ -464,7 +466,7 @@ def test_a_client_that_is_shared_reads_pages_for_each_thread(
     assert seen == [5] * 8
 
 
-def test_errors_that_other_modules_derive_stand_for_no_reason() -> None:
+def test_error_subclasses_of_other_modules_are_not_used_for_a_reason() -> None:
     """A program may contain both a daemon and a client."""
     program = (
         "import pensieve.api.json_fields\n"

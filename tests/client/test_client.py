@@ -29,7 +29,7 @@ def client(rig: DaemonRig) -> Iterator[Client]:
         yield client
 
 
-def test_a_conversation_is_its_id(client: Client) -> None:
+def test_a_conversation_continues_by_its_id(client: Client) -> None:
     trip = client.conversation("trip-42")
     turn = trip.send("Where shall we go?", max_tokens=12, ignore_eos=True)
     pieces = list(turn)
@@ -48,7 +48,7 @@ def test_a_conversation_is_its_id(client: Client) -> None:
     assert trip.get().revision == 2
 
 
-def test_the_token_ids_of_the_messages_are_the_log(client: Client) -> None:
+def test_token_ids_of_the_messages_add_up_to_the_log(client: Client) -> None:
     talk = client.conversation()
     for text in ("one", "two"):
         talk.ask(text, max_tokens=5)
@@ -79,7 +79,7 @@ def test_forks_rewinds_and_deletions(client: Client) -> None:
     assert branch.ask("three").revision == 2
 
 
-def test_errors_come_as_the_classes_they_left_as(client: Client) -> None:
+def test_the_client_raises_the_same_error_class_as_the_daemon(client: Client) -> None:
     talk = client.conversation()
     with pytest.raises(errors.NotFound):
         talk.get()

@@ -60,7 +60,7 @@ def run(name: str, *arguments: str, code: int = 0, **given: str) -> str:
     return finished.stdout or finished.stderr
 
 
-def test_every_example_is_run_here_and_shown_in_the_docs() -> None:
+def test_every_example_is_run_by_a_test_and_linked_in_the_docs() -> None:
     here, page = Path(__file__).read_text(), (ROOT / "docs" / "sdk.md").read_text()
     for name in NAMES:
         assert f'run("{name}"' in here or f'EXAMPLES / "{name}"' in here, f"nothing runs {name}"
@@ -68,7 +68,7 @@ def test_every_example_is_run_here_and_shown_in_the_docs() -> None:
     assert len(NAMES) >= 8
 
 
-def test_a_type_checker_takes_them(tmp_path: Path) -> None:
+def test_the_examples_pass_strict_mypy(tmp_path: Path) -> None:
     checked = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"),
@@ -82,32 +82,32 @@ def test_a_type_checker_takes_them(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_hello(daemon: ServeProcess) -> None:
+def test_the_hello_example(daemon: ServeProcess) -> None:
     assert run("hello.py", daemon.address).strip()
 
 
-def test_streaming_shows_what_was_kept(daemon: ServeProcess) -> None:
+def test_the_streaming_example_reports_cached_tokens(daemon: ServeProcess) -> None:
     said = run("streaming.py", daemon.address)
     first, second = re.findall(r"(\d+) new tokens, (\d+) cached", said)
     assert first[1] == "0"
     assert int(second[1]) > int(first[0])
 
 
-def test_tools_and_their_results(daemon: ServeProcess) -> None:
+def test_the_tools_example(daemon: ServeProcess) -> None:
     said = run("tools.py", daemon.address)
     assert "the model calls: nothing" in said  # the echo engine calls no tools
     roles = ["system", "user", "assistant", "tool", "assistant"]
     assert said.splitlines()[-1] == str(roles)
 
 
-def test_a_model_without_tools_is_said_to_have_none(tmp_path: Path) -> None:
+def test_the_tools_example_reports_a_model_without_tools(tmp_path: Path) -> None:
     plain = ServeProcess(tmp_path / "data")
     said = run("tools.py", plain.start(), code=1)
     assert said.startswith("this model cannot be offered tools: tools: ")
     assert plain.stop() == 0
 
 
-def test_a_prefix_is_shared_and_outlived(daemon: ServeProcess) -> None:
+def test_the_prefix_example_shares_a_prefix_that_may_be_deleted(daemon: ServeProcess) -> None:
     said = run("prefix.py", daemon.address).splitlines()
     assert said[0].startswith("3 messages, ")
     (shared, new) = re.findall(r"\((\d+) tokens from prefix:guide, (\d+) new\)", "\n".join(said))[
@@ -117,7 +117,7 @@ def test_a_prefix_is_shared_and_outlived(daemon: ServeProcess) -> None:
     assert said[-1] == "the last conversation has 5 messages"
 
 
-def test_a_batch_is_answered_and_shares_what_it_begins_with(daemon: ServeProcess) -> None:
+def test_the_batch_example_shares_the_common_prefix(daemon: ServeProcess) -> None:
     said = run("batch.py", daemon.address).splitlines()
     assert [line.split(":")[0] for line in said if line.startswith("letter-")] == [
         *("letter-1", "letter-2", "letter-3")
@@ -126,13 +126,13 @@ def test_a_batch_is_answered_and_shares_what_it_begins_with(daemon: ServeProcess
     assert int(whole) > int(saved) > int(whole) // 2
 
 
-def test_branches_and_undo(daemon: ServeProcess) -> None:
+def test_the_example_of_branches_and_undo(daemon: ServeProcess) -> None:
     said = run("branches.py", daemon.address).splitlines()
     assert sum(line.endswith("new tokens)") for line in said) == 3
     assert said[-1] == "the tale has 2 messages, the fork 4"
 
 
-def test_many_conversations_at_once(daemon: ServeProcess) -> None:
+def test_the_example_of_many_concurrent_conversations(daemon: ServeProcess) -> None:
     said = run("many.py", daemon.address)
     assert [line.split(":")[0] for line in said.splitlines() if ": " in line][:2] == [
         "Ada",
@@ -141,7 +141,7 @@ def test_many_conversations_at_once(daemon: ServeProcess) -> None:
     assert re.findall(r"^(\w+): ", said, re.MULTILINE)[-1] == "Ken"
 
 
-def test_leaving_keeps_what_the_example_says(daemon: ServeProcess) -> None:
+def test_the_timeouts_example_keeps_the_documented_part_of_a_reply(daemon: ServeProcess) -> None:
     said = run("timeouts.py", daemon.address)
     assert "timeout: " in said
     assert "nothing of it is in the history" in said
@@ -151,7 +151,7 @@ def test_leaving_keeps_what_the_example_says(daemon: ServeProcess) -> None:
     assert re.search(r"^unavailable: .", said, re.MULTILINE)
 
 
-def test_tokens_and_tls(tmp_path: Path) -> None:
+def test_the_example_of_tokens_and_tls(tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, "-m", "pensieve", "token", "--file", tmp_path / "tokens.toml"],
         capture_output=True,
@@ -175,7 +175,9 @@ def test_tokens_and_tls(tmp_path: Path) -> None:
     assert process.stop() == 0
 
 
-def test_a_program_that_was_killed_asks_once(daemon: ServeProcess, tmp_path: Path) -> None:
+def test_the_crash_example_asks_only_once_after_a_kill(
+    daemon: ServeProcess, tmp_path: Path
+) -> None:
     note = tmp_path / "question.json"
     killed = subprocess.Popen(
         [sys.executable, EXAMPLES / "crash.py", daemon.address, note],
@@ -196,7 +198,7 @@ def test_a_program_that_was_killed_asks_once(daemon: ServeProcess, tmp_path: Pat
     assert texts == [json.loads(note.read_text())["text"], again.rsplit("\n", 2)[0]]
 
 
-def test_what_an_operator_sees(daemon: ServeProcess) -> None:
+def test_the_admin_example(daemon: ServeProcess) -> None:
     with Client(daemon.address) as client:
         client.conversation("looked-at").ask("Hello.", max_tokens=20)
     said = run("admin.py", f"unix:{daemon.data}/admin.sock")
@@ -206,7 +208,7 @@ def test_what_an_operator_sees(daemon: ServeProcess) -> None:
     assert said.endswith("every invariant holds\n")
 
 
-def test_the_errors_of_the_page_are_those_of_the_tree() -> None:
+def test_errors_named_in_the_sdk_page_exist() -> None:
     page = (ROOT / "docs" / "sdk.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]

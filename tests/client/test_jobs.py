@@ -64,7 +64,7 @@ def test_a_job_from_its_file_to_its_results(
         client.jobs.get("nightly")
 
 
-def test_a_job_is_steered(client: Client) -> None:
+def test_a_job_is_paused_resumed_and_cancelled(client: Client) -> None:
     client.jobs.create(FILE, job_id="steered")
     assert client.jobs.pause("steered").state == "paused"
     assert client.jobs.resume("steered").state == "waiting"
@@ -81,7 +81,9 @@ def test_jobs_are_listed_page_by_page(server: ScriptedServer, client: Client) ->
     assert server.jobs.calls[-1][1].all_tenants
 
 
-def test_another_tenants_job_is_named(server: ScriptedServer, client: Client) -> None:
+def test_calls_about_another_tenants_job_send_the_tenant(
+    server: ScriptedServer, client: Client
+) -> None:
     client.jobs.create(FILE, job_id="theirs")
     calls: list[Callable[..., Any]] = [client.jobs.get, client.jobs.pause, client.jobs.resume]
     calls += [client.jobs.cancel, lambda *a, **o: list(client.jobs.results(*a, **o))]
@@ -120,7 +122,7 @@ def test_a_file_is_sent_again_when_the_connection_breaks(
     assert len({header.job_id for _, header in server.jobs.calls}) == 1
 
 
-def test_a_job_is_found_although_the_answer_to_its_creation_was_lost(
+def test_create_returns_the_job_if_the_first_answer_was_lost(
     server: ScriptedServer, client: Client
 ) -> None:
     server.jobs.lost_answers = 1
@@ -129,7 +131,9 @@ def test_a_job_is_found_although_the_answer_to_its_creation_was_lost(
     assert names(server) == ["CreateJob", "CreateJob", "GetJob"]
 
 
-def test_a_job_of_another_file_is_not_taken_for_it(server: ScriptedServer, client: Client) -> None:
+def test_create_with_a_used_job_id_raises_already_exists(
+    server: ScriptedServer, client: Client
+) -> None:
     client.jobs.create(FILE, job_id="taken")
     with pytest.raises(errors.AlreadyExists):
         client.jobs.create(FILE, job_id="taken")  # not a retry, so the job belongs to someone else
@@ -138,7 +142,7 @@ def test_a_job_of_another_file_is_not_taken_for_it(server: ScriptedServer, clien
         client.jobs.create(FILE * 2, job_id="taken")
 
 
-def test_pieces_are_not_sent_twice(server: ScriptedServer, client: Client) -> None:
+def test_an_upload_from_an_iterator_is_not_retried(server: ScriptedServer, client: Client) -> None:
     server.jobs.breaks.append(0)
     with pytest.raises(errors.Unavailable):
         client.jobs.create(iter([FILE]))
@@ -150,7 +154,7 @@ class Broken(Exception):
     pass
 
 
-def test_pieces_that_fail_make_no_job_and_their_error_is_raised(
+def test_an_error_of_the_uploads_iterator_is_raised_and_no_job_is_created(
     server: ScriptedServer, client: Client
 ) -> None:
     def pieces() -> Iterator[bytes]:
@@ -162,7 +166,7 @@ def test_pieces_that_fail_make_no_job_and_their_error_is_raised(
     assert server.jobs.jobs == {}
 
 
-def test_what_cannot_be_right_is_not_sent(
+def test_invalid_arguments_are_refused_before_sending(
     server: ScriptedServer, client: Client, tmp_path: Path
 ) -> None:
     wrong: list[tuple[Callable[[], object], type[errors.PensieveError], str]] = [
@@ -180,7 +184,7 @@ def test_what_cannot_be_right_is_not_sent(
 
 
 @pytest.mark.parametrize("most", range(9))
-def test_results_go_on_where_their_stream_broke(
+def test_results_continue_where_their_stream_broke(
     server: ScriptedServer, client: Client, most: int
 ) -> None:
     client.jobs.create(FILE, job_id="broken")
@@ -189,7 +193,7 @@ def test_results_go_on_where_their_stream_broke(
     assert names(server).count("GetResults") > 1
 
 
-def test_a_watch_goes_on_and_an_end_of_retries_is_an_error(
+def test_a_watch_continues_after_a_break_and_fails_when_retries_run_out(
     server: ScriptedServer, client: Client
 ) -> None:
     client.jobs.create(FILE, job_id="watched")
@@ -201,7 +205,9 @@ def test_a_watch_goes_on_and_an_end_of_retries_is_an_error(
         list(client.jobs.watch("away"))
 
 
-def test_who_leaves_a_watch_ends_it(server: ScriptedServer, client: Client) -> None:
+def test_leaving_the_loop_of_a_watch_ends_its_stream(
+    server: ScriptedServer, client: Client
+) -> None:
     client.jobs.create(FILE, job_id="left")
     server.jobs.is_idle = True
     for job in client.jobs.watch("left"):
@@ -210,7 +216,7 @@ def test_who_leaves_a_watch_ends_it(server: ScriptedServer, client: Client) -> N
     assert server.jobs.left.wait(30)
 
 
-def test_the_same_with_asyncio(server: ScriptedServer, tmp_path: Path) -> None:
+def test_jobs_with_the_async_client(server: ScriptedServer, tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_bytes(FILE)
 

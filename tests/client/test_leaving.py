@@ -148,7 +148,7 @@ def test_delivered_text_is_kept_and_the_next_message_is_answered(
         check_kept(messages[1], pieces)
 
 
-def test_ask_that_runs_out_of_time_leaves_nothing(rig: DaemonRig) -> None:
+def test_an_ask_that_times_out_leaves_nothing_in_the_history(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation()
         for text in ("hello", "hello"):
@@ -158,7 +158,7 @@ def test_ask_that_runs_out_of_time_leaves_nothing(rig: DaemonRig) -> None:
         assert next(message.text for message in talk.messages()) == "again"
 
 
-def test_ask_keeps_what_was_delivered_if_it_is_told_to(rig: DaemonRig) -> None:
+def test_ask_with_keep_partial_keeps_the_delivered_text(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation()
         with pytest.raises(errors.DeadlineExceeded, match="the delivered part"):
@@ -166,7 +166,7 @@ def test_ask_keeps_what_was_delivered_if_it_is_told_to(rig: DaemonRig) -> None:
         assert [message.finish_reason for message in talk.messages()] == ["", "cancelled"]
 
 
-def test_nothing_stays_of_a_turn_that_is_sent_so(rig: DaemonRig) -> None:
+def test_a_stopped_turn_with_keep_partial_false_leaves_nothing(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation()
         with endless(talk, keep_partial=False) as turn:
@@ -180,7 +180,7 @@ def test_nothing_stays_of_a_turn_that_is_sent_so(rig: DaemonRig) -> None:
         assert talk.ask("again", max_tokens=3).revision == 1
 
 
-def test_a_turn_that_has_delivered_nothing_leaves_nothing(tmp_path: Path) -> None:
+def test_a_turn_stopped_before_its_first_token_leaves_nothing(tmp_path: Path) -> None:
     program = (*ECHO, "--seconds=0.5")
     config = DaemonConfig(grace_seconds=3600)
     with (
@@ -194,7 +194,7 @@ def test_a_turn_that_has_delivered_nothing_leaves_nothing(tmp_path: Path) -> Non
         assert len(list(talk.messages())) == 2
 
 
-def test_a_turn_that_was_never_read_asks_nothing_of_the_server(rig: DaemonRig) -> None:
+def test_closing_a_turn_that_was_never_read_sends_no_request(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation("unread")
         endless(talk).close()
@@ -204,7 +204,7 @@ def test_a_turn_that_was_never_read_asks_nothing_of_the_server(rig: DaemonRig) -
             talk.get()
 
 
-def test_ctrl_c_within_the_wait_for_a_piece_ends_the_turn(tmp_path: Path) -> None:
+def test_ctrl_c_while_waiting_for_a_delta_ends_the_turn(tmp_path: Path) -> None:
     main = threading.main_thread().ident
     assert main is not None
     config = DaemonConfig(grace_seconds=3600)
@@ -234,7 +234,7 @@ def test_ctrl_c_within_the_wait_for_a_piece_ends_the_turn(tmp_path: Path) -> Non
         assert talk.ask("again", max_tokens=1).revision == 1
 
 
-def test_the_conversation_may_be_changed_at_once_too(rig: DaemonRig) -> None:
+def test_a_conversation_can_be_rewound_or_forked_right_after_a_turn_is_left(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation()
         talk.ask("first", max_tokens=2)
@@ -246,7 +246,7 @@ def test_the_conversation_may_be_changed_at_once_too(rig: DaemonRig) -> None:
         assert len(list(talk.fork().messages())) == 6
 
 
-def test_a_turn_of_another_client_is_waited_for_by_nobody(rig: DaemonRig) -> None:
+def test_a_message_during_another_clients_turn_raises_turn_running(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client, Client(rig.server.address) as other:
         with endless(client.conversation("busy")) as turn:
             next(turn)
@@ -258,7 +258,7 @@ def test_a_turn_of_another_client_is_waited_for_by_nobody(rig: DaemonRig) -> Non
         assert other.conversation("busy").ask("me too", max_tokens=2).revision == 2
 
 
-def test_a_cancel_within_a_with_keeps_all_that_was_generated(rig: DaemonRig) -> None:
+def test_cancel_inside_a_with_block_keeps_all_generated_text(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation()
         with endless(talk, keep_partial=False) as turn:
@@ -267,7 +267,7 @@ def test_a_cancel_within_a_with_keeps_all_that_was_generated(rig: DaemonRig) -> 
         assert [message.finish_reason for message in talk.messages()] == ["", "cancelled"]
 
 
-def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> None:
+def test_closing_a_turn_does_not_wait_long_for_a_hanging_daemon(tmp_path: Path) -> None:
     """The daemon stops the turn when it notices that no client reads. Until then, messages wait or fail."""
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
@@ -281,7 +281,7 @@ def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> 
         wait_for(lambda: not rig.num_live)
 
 
-def test_a_connection_that_breaks_leaves_nothing_and_has_its_grace(rig: DaemonRig) -> None:
+def test_a_broken_connection_does_not_end_the_turn(rig: DaemonRig) -> None:
     with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
         talk = client.conversation()
         turn = talk.send("hello", max_tokens=200, ignore_eos=True)
@@ -381,7 +381,9 @@ TASK_WAYS: list[LeaveAsync] = [
 
 
 @pytest.mark.parametrize("leave", TASK_WAYS, ids=lambda way: way.__name__)
-def test_the_same_for_tasks(rig: DaemonRig, leave: LeaveAsync) -> None:
+def test_delivered_text_is_kept_when_a_task_leaves_a_turn(
+    rig: DaemonRig, leave: LeaveAsync
+) -> None:
     async def talk() -> None:
         async with AsyncClient(rig.server.address) as client:
             talk = client.conversation()
@@ -394,7 +396,7 @@ def test_the_same_for_tasks(rig: DaemonRig, leave: LeaveAsync) -> None:
     asyncio.run(talk())
 
 
-def test_a_task_that_is_cancelled_while_it_asks_leaves_nothing(rig: DaemonRig) -> None:
+def test_cancelling_a_task_during_ask_leaves_nothing(rig: DaemonRig) -> None:
     async def talk() -> None:
         async with AsyncClient(rig.server.address) as client:
             talk = client.conversation()
@@ -436,7 +438,7 @@ def test_an_interrupt_just_after_the_request_was_sent_ends_the_turn(
 
 
 @pytest.mark.parametrize("step", ["wait_for_endings", "stream"])
-def test_a_turn_that_is_closed_just_before_its_request_is_sent_is_ended(
+def test_a_turn_closed_just_before_its_request_is_sent_ends(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     with Client(rig.server.address) as client:
@@ -456,7 +458,9 @@ def test_a_turn_that_is_closed_just_before_its_request_is_sent_is_ended(
 
 
 @pytest.mark.parametrize("step", ["wait_for_endings", "stream"])
-def test_the_same_for_a_task(rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_an_async_turn_closed_just_before_its_request_is_sent_ends(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     async def talk() -> None:
         async with AsyncClient(rig.server.address) as client:
             talk = client.conversation()
@@ -486,7 +490,7 @@ def test_the_same_for_a_task(rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, st
 # -- errors of a turn that was left --
 
 
-def test_of_a_turn_that_was_never_sent_nothing_else_is_said(rig: DaemonRig) -> None:
+def test_the_error_of_a_turn_that_was_never_sent_says_only_that(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         turn = endless(client.conversation())
         turn.close()
@@ -496,7 +500,7 @@ def test_of_a_turn_that_was_never_sent_nothing_else_is_said(rig: DaemonRig) -> N
             _ = turn.reply
 
 
-def test_a_reader_whose_turn_another_thread_closes_is_told_what_stays(
+def test_if_another_thread_closes_a_turn_the_readers_error_says_what_is_kept(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(rig.server.address) as client:

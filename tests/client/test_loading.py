@@ -56,7 +56,7 @@ def test_clients_wait_for_a_daemon_that_loads_its_model(tmp_path: Path) -> None:
     assert min(slept) >= 1.0  # no busy waiting
 
 
-def test_a_turn_outlives_an_engine_that_takes_long_to_load(tmp_path: Path) -> None:
+def test_a_turn_survives_an_engine_restart_that_loads_for_long(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gate.touch()
     program = ("sh", "-c", WAITS, str(gate), *ECHO, "--seconds=0.005")
@@ -82,7 +82,7 @@ def test_a_turn_outlives_an_engine_that_takes_long_to_load(tmp_path: Path) -> No
     assert len(slept) >= MANY
 
 
-def test_the_same_for_tasks(tmp_path: Path) -> None:
+def test_the_async_client_waits_while_a_daemon_loads_its_model(tmp_path: Path) -> None:
     async def talk() -> None:
         slept: list[float] = []
         with loading(tmp_path / "data") as (rig, let_go):
@@ -102,7 +102,7 @@ def test_the_same_for_tasks(tmp_path: Path) -> None:
     asyncio.run(talk())
 
 
-def test_who_leaves_while_it_loads_is_answered(tmp_path: Path) -> None:
+def test_a_turn_can_be_left_while_the_daemon_loads(tmp_path: Path) -> None:
     with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
         turn = client.conversation().send("hello", timeout=60)
 
@@ -116,7 +116,7 @@ def test_who_leaves_while_it_loads_is_answered(tmp_path: Path) -> None:
             _ = turn.reply
 
 
-def test_the_timeout_ends_the_wait_with_what_the_server_said(tmp_path: Path) -> None:
+def test_a_timeout_during_loading_raises_the_loading_error(tmp_path: Path) -> None:
     with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
         with pytest.raises(errors.Loading, match="loading"):
             client.conversation().ask("hello", timeout=0.9)
@@ -133,7 +133,7 @@ def server() -> Iterator[ScriptedServer]:
         yield server
 
 
-def test_loading_is_no_failure_to_reach_the_server(server: ScriptedServer) -> None:
+def test_waiting_for_loading_uses_no_retries(server: ScriptedServer) -> None:
     slept: list[float] = []
     retry = Retry(retries=3, first_seconds=0.5, drawn=lambda: 1.0)
     server.mishaps.extend([Mishap()] * 3 + [Mishap(refusal=LOADING)] * 9 + [Mishap()] * 3)
@@ -142,7 +142,7 @@ def test_loading_is_no_failure_to_reach_the_server(server: ScriptedServer) -> No
     assert slept == [0.5, 1.0, 2.0, *[2.0] * 9, 0.5, 1.0, 2.0]
 
 
-def test_a_server_that_never_stops_loading_is_given_up(server: ScriptedServer) -> None:
+def test_the_client_gives_up_if_loading_never_ends(server: ScriptedServer) -> None:
     slept: list[float] = []
     retry = Retry(loading_seconds=10.0, drawn=lambda: 1.0)
     server.mishaps.extend([Mishap(refusal=LOADING)] * 99)
@@ -154,7 +154,7 @@ def test_a_server_that_never_stops_loading_is_given_up(server: ScriptedServer) -
     assert slept == [2.0] * 5
 
 
-def test_without_retries_nothing_is_waited_for(server: ScriptedServer) -> None:
+def test_with_retries_0_the_client_does_not_wait_for_loading(server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(refusal=LOADING))
     server.refusals.append(LOADING)
     with Client(server.address, retry=Retry(retries=0)) as client:
@@ -164,7 +164,7 @@ def test_without_retries_nothing_is_waited_for(server: ScriptedServer) -> None:
             client.conversation("c").create()
 
 
-def test_what_may_not_be_repeated_waits_for_loading_alone(server: ScriptedServer) -> None:
+def test_calls_that_are_not_retried_still_wait_for_loading(server: ScriptedServer) -> None:
     slept: list[float] = []
     server.refusals.extend([LOADING, LOADING, AWAY])
     client = Client(server.address, retry=Retry(), sleep=slept.append)

@@ -33,7 +33,7 @@ def client(server: ScriptedServer) -> Iterator[Client]:
         yield client
 
 
-def test_a_prefix_from_its_declaration_to_its_end(client: Client, server: ScriptedServer) -> None:
+def test_methods_of_a_prefix_from_create_to_delete(client: Client, server: ScriptedServer) -> None:
     rules = client.prefix("rules")
     assert repr(rules) == "<Prefix 'rules'>"
     declared = rules.create(
@@ -71,7 +71,9 @@ def test_all_prefixes_are_listed_page_by_page(client: Client, server: ScriptedSe
     assert tokens == ["", "2", "4"]
 
 
-def test_only_what_changes_nothing_is_retried(client: Client, server: ScriptedServer) -> None:
+def test_only_calls_without_side_effects_are_retried(
+    client: Client, server: ScriptedServer
+) -> None:
     rules = client.prefix("rules")
     rules.create(system_prompt="x")
     again: dict[str, Callable[[], object]] = {
@@ -107,7 +109,7 @@ def test_only_what_changes_nothing_is_retried(client: Client, server: ScriptedSe
         (lambda client: client.prefix("p").create(messages=[{"role": "x", "content": ""}]), "role"),
     ],
 )
-def test_what_could_not_be_right_is_not_sent(
+def test_invalid_arguments_are_refused_before_sending(
     client: Client, server: ScriptedServer, act: Callable[[Any], object], field: str
 ) -> None:
     with pytest.raises(errors.InvalidArgument) as wrong:
@@ -116,7 +118,7 @@ def test_what_could_not_be_right_is_not_sent(
     assert server.calls == []
 
 
-def test_the_asyncio_twin_does_the_same(server: ScriptedServer) -> None:
+def test_prefixes_with_the_async_client(server: ScriptedServer) -> None:
     async def script() -> None:
         async with AsyncClient(server.address) as client:
             rules = client.prefix("rules")

@@ -105,7 +105,9 @@ def test_the_reference_is_built_without_a_network_and_without_a_warning(tmp_path
         assert section is not None, f"the page lacks {of.__name__}"
         shown = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", section[0])).split())
         first = (inspect.getdoc(of) or "").split(".")[0].split("`")[0]
-        assert " ".join(first.split()) in shown, f"{of.__name__} stands there without its docstring"
+        assert " ".join(first.split()) in shown, (
+            f"{of.__name__} is on the page without its docstring"
+        )
         for name, _ in methods(of):
             assert f'id="{of.__name__}.{name}"' in text, f"the page lacks {of.__name__}.{name}"
     assert all(f'id="{name}"' in tree for name in ("NotFound", "TurnRunning", "Loading"))

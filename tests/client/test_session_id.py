@@ -79,7 +79,7 @@ def listening() -> Iterator[tuple[Listener, list[str]]]:
     server.stop(0).wait()
 
 
-def methods_about_one() -> list[str]:
+def methods_with_an_id() -> list[str]:
     found = []
     for file in (conversation_pb2, jobs_pb2, admin_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
@@ -110,13 +110,13 @@ def with_tasks(address: Any, call: Callable[[Any], Any]) -> None:
 
 
 def test_the_table_has_every_method_that_names_a_conversation_or_a_job() -> None:
-    assert sorted(CALLS) == sorted(methods_about_one())
+    assert sorted(CALLS) == sorted(methods_with_an_id())
     assert len(CALLS) == 20
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("num_addresses", [1, 2])
-def test_each_call_about_one_carries_its_id(
+def test_each_call_about_a_conversation_or_job_carries_its_id(
     name: str, num_addresses: int, listening: tuple[Listener, list[str]]
 ) -> None:
     listener, addresses = listening
@@ -141,7 +141,7 @@ def test_each_call_about_one_carries_its_id(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_about_none_carries_no_id(name: str, listening: tuple[Listener, list[str]]) -> None:
+def test_other_calls_carry_no_session_id(name: str, listening: tuple[Listener, list[str]]) -> None:
     listener, addresses = listening
     listener.calls.clear()
     client = Client(addresses[0], retry=Retry(retries=0))
@@ -152,7 +152,7 @@ def test_what_is_about_none_carries_no_id(name: str, listening: tuple[Listener, 
     assert "session_id" not in dict(metadata)
 
 
-def test_an_id_that_no_conversation_can_have_is_no_metadata(
+def test_an_invalid_conversation_id_is_not_sent_as_metadata(
     listening: tuple[Listener, list[str]],
 ) -> None:
     listener, addresses = listening

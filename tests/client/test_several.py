@@ -50,7 +50,7 @@ def client(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[WithThreads
 def until(holds: Any) -> None:
     end = time.monotonic() + SAFETY_SECONDS
     while not holds():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.002)
 
 
@@ -61,21 +61,23 @@ def homes(fleet: Fleet) -> dict[str, str]:
 # -- where calls go --
 
 
-def test_no_conversation_is_split_and_only_conversations_of_a_stopped_daemon_move(
+def test_only_conversations_of_a_stopped_daemon_move_and_none_is_split(
     fleet: Fleet, client: WithThreads
 ) -> None:
     for text in ("one", "two", "three"):
         for each in IDS:
             assert client.ask(each, text).text == f"{text} "
     home = homes(fleet)
-    assert {each: {*fleet.who_has(each)} for each in IDS} == {each: {home[each]} for each in IDS}
+    assert {each: {*fleet.addresses_called(each)} for each in IDS} == {
+        each: {home[each]} for each in IDS
+    }
     gone = home[IDS[0]]
     fleet.forget_calls()
     fleet.stop(gone)
     for each in IDS:
         assert client.ask(each, "four").text == "four "
     moved = {each: ranked(each, fleet.addresses)[1] for each in IDS if home[each] == gone}
-    assert {each: fleet.who_has(each) for each in IDS} == {
+    assert {each: fleet.addresses_called(each) for each in IDS} == {
         each: [moved.get(each, home[each])] for each in IDS
     }
     assert client.states[gone].state == "avoided"
@@ -85,13 +87,15 @@ def test_no_conversation_is_split_and_only_conversations_of_a_stopped_daemon_mov
 
     def comes_home() -> bool:
         client.ask(IDS[0], "and back")
-        return gone in fleet.who_has(IDS[0])
+        return gone in fleet.addresses_called(IDS[0])
 
     until(comes_home)
     fleet.forget_calls()
     for each in IDS:
         client.ask(each, "five")
-    assert {each: fleet.who_has(each) for each in IDS} == {each: [home[each]] for each in IDS}
+    assert {each: fleet.addresses_called(each) for each in IDS} == {
+        each: [home[each]] for each in IDS
+    }
     assert client.states[gone] == type(client.states[gone])(gone, "works")
     for each in IDS:
         messages = fleet.servers[0].found[each].messages
@@ -100,7 +104,7 @@ def test_no_conversation_is_split_and_only_conversations_of_a_stopped_daemon_mov
     assert client.slept == []
 
 
-def test_a_channel_is_opened_when_its_address_is_needed(fleet: Fleet, client: WithThreads) -> None:
+def test_a_channel_is_opened_at_its_first_use(fleet: Fleet, client: WithThreads) -> None:
     assert {each.state for each in client.states.values()} == {"not used yet"}
     client.ask("talk-0", "hello")
     home = ranked("talk-0", fleet.addresses)[0]
@@ -111,7 +115,7 @@ def test_a_channel_is_opened_when_its_address_is_needed(fleet: Fleet, client: Wi
     assert repr(client.states[home]) == f"AddressState(address='{home}', state='works')"
 
 
-def test_calls_about_a_conversation_go_where_its_turns_go(
+def test_calls_about_a_conversation_go_to_the_address_of_its_turns(
     fleet: Fleet, client: WithThreads
 ) -> None:
     client.ask("talk-0", "hello")
@@ -129,7 +133,7 @@ def test_calls_about_a_conversation_go_where_its_turns_go(
     ]
 
 
-def test_what_is_about_no_conversation_stays_at_the_first_address_that_works(
+def test_calls_about_no_conversation_use_the_first_working_address(
     fleet: Fleet, client: WithThreads
 ) -> None:
     for each in IDS[:5]:
@@ -144,14 +148,14 @@ def test_what_is_about_no_conversation_stays_at_the_first_address_that_works(
     assert fleet.servers[1].names()[3:] == ["ListPrefixes"]
 
 
-def test_a_job_is_at_home_where_its_id_is(fleet: Fleet, client: WithThreads) -> None:
+def test_the_home_of_a_job_follows_from_its_id(fleet: Fleet, client: WithThreads) -> None:
     home = fleet.at(ranked("nightly", fleet.addresses)[0])
     client.do(lambda c: c.jobs.create(b'{"custom_id": "a"}\n', job_id="nightly"))
     assert client.do(lambda c: c.jobs.get("nightly")).num_lines == 1
     assert [name for name, _ in home.jobs.calls] == ["CreateJob", "GetJob"]
 
 
-def test_a_file_is_sent_to_the_next_daemon_and_its_results_are_read_on_there(
+def test_a_job_of_an_unreachable_home_runs_and_is_read_at_the_next_daemon(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("nightly", fleet.addresses)
@@ -165,7 +169,7 @@ def test_a_file_is_sent_to_the_next_daemon_and_its_results_are_read_on_there(
     assert [name for name, _ in jobs.calls] == ["CreateJob", "GetResults", "GetResults"]
 
 
-def test_a_file_that_a_daemon_may_have_is_sent_to_no_other_one(
+def test_an_upload_whose_answer_was_lost_is_not_sent_to_another_daemon(
     fleet: Fleet, client: WithThreads
 ) -> None:
     """The answer was lost, so the job may exist there. A second daemon must not run it, too."""
@@ -177,9 +181,7 @@ def test_a_file_that_a_daemon_may_have_is_sent_to_no_other_one(
     assert [fleet.at(each).jobs.calls for each in order[1:]] == [[], []]
 
 
-def test_a_fork_without_a_name_is_at_home_where_its_parent_is(
-    fleet: Fleet, client: WithThreads
-) -> None:
+def test_a_fork_without_an_id_has_the_home_of_its_parent(fleet: Fleet, client: WithThreads) -> None:
     home = ranked("talk-0", fleet.addresses)[0]
     client.ask("talk-0", "hello")
     for _ in range(10):
@@ -187,7 +189,7 @@ def test_a_fork_without_a_name_is_at_home_where_its_parent_is(
         assert ranked(fork.conversation_id, fleet.addresses)[0] == home
 
 
-def test_a_fork_with_a_name_follows_its_parent_in_this_client(
+def test_the_client_sends_turns_of_a_named_fork_to_the_parents_home(
     fleet: Fleet, client: WithThreads
 ) -> None:
     home = ranked("talk-0", fleet.addresses)[0]
@@ -195,26 +197,26 @@ def test_a_fork_with_a_name_follows_its_parent_in_this_client(
     name = next(each for each in IDS if ranked(each, fleet.addresses)[0] != home)
     client.do(lambda c: c.conversation("talk-0").fork(conversation_id=name))
     client.ask(name, "and on")
-    assert fleet.who_has(name) == [home]
+    assert fleet.addresses_called(name) == [home]
 
 
 # -- streams that break --
 
 
-def test_a_stream_that_broke_is_attached_to_again_where_its_turn_runs(
+def test_a_broken_stream_attaches_again_at_the_daemon_of_its_turn(
     fleet: Fleet, client: WithThreads
 ) -> None:
     home = ranked("talk-0", fleet.addresses)[0]
     fleet.at(home).mishaps.append(Mishap(after=2))
     events = client.events("talk-0", "a b c d")
     assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-    assert fleet.who_has("talk-0") == [home] * 2
+    assert fleet.addresses_called("talk-0") == [home] * 2
     assert fleet.at(home).names() == ["SendMessage", "Check", "SendMessage"]
     assert len(client.slept) == 1
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["same attempt", "attempt lost"])
-def test_a_turn_goes_on_at_the_next_daemon_when_its_own_dies_in_the_middle(
+def test_a_turn_continues_at_the_next_daemon_when_its_own_dies(
     lost: bool, fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -233,14 +235,14 @@ def test_a_turn_goes_on_at_the_next_daemon_when_its_own_dies_in_the_middle(
         assert events[2] == Restarted(2)
     else:
         assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-    assert fleet.who_has("talk-0") == sorted(order[:2], key=fleet.addresses.index)
+    assert fleet.addresses_called("talk-0") == sorted(order[:2], key=fleet.addresses.index)
     sent = [call for address in order[:2] for call in fleet.at(address).requests("SendMessage")]
     assert sent[0] == sent[1]
     kept = fleet.servers[0].found["talk-0"].messages
     assert [message.content for message in kept if message.role == pb.ROLE_USER] == ["a b c d"]
 
 
-def test_a_turn_that_ended_without_its_reader_is_replayed_from_the_history_elsewhere(
+def test_the_next_daemon_replays_a_turn_that_completed_before_its_daemon_died(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -258,7 +260,7 @@ def test_a_turn_that_ended_without_its_reader_is_replayed_from_the_history_elsew
     assert [message.content for message in kept.messages] == ["a b c d", "a b c d"]
 
 
-def test_a_home_that_is_back_is_used_from_the_next_turn_on(fleet: Fleet) -> None:
+def test_a_home_that_returns_is_used_from_the_next_turn_on(fleet: Fleet) -> None:
     order = ranked("talk-0", fleet.addresses)
     beside = next(each for each in IDS[1:] if ranked(each, fleet.addresses)[0] == order[0])
     with WithThreads(fleet.addresses) as client:
@@ -267,7 +269,7 @@ def test_a_home_that_is_back_is_used_from_the_next_turn_on(fleet: Fleet) -> None
 
         def is_home() -> bool:
             client.ask(beside, "hello")
-            return order[0] in fleet.who_has(beside)
+            return order[0] in fleet.addresses_called(beside)
 
         def after(number: int) -> None:
             if number == 1:
@@ -276,12 +278,14 @@ def test_a_home_that_is_back_is_used_from_the_next_turn_on(fleet: Fleet) -> None
 
         events = client.events("talk-0", "a b c d", after)
         assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-        assert fleet.who_has("talk-0") == [order[1]] * 2  # the daemon where the turn had begun
+        assert (
+            fleet.addresses_called("talk-0") == [order[1]] * 2
+        )  # the daemon where the turn had begun
         client.ask("talk-0", "e")
-        assert fleet.who_has("talk-0").count(order[0]) == 1
+        assert fleet.addresses_called("talk-0").count(order[0]) == 1
 
 
-def test_a_turn_is_cancelled_where_it_runs(fleet: Fleet, client: WithThreads) -> None:
+def test_cancel_goes_to_the_daemon_that_runs_the_turn(fleet: Fleet, client: WithThreads) -> None:
     order = ranked("talk-0", fleet.addresses)
     fleet.stop(order[0])
     fleet.at(order[1]).mishaps.append(Mishap(after=1, stalls=True))
@@ -302,13 +306,11 @@ def test_a_turn_is_cancelled_where_it_runs(fleet: Fleet, client: WithThreads) ->
         assert client.client.conversation("talk-0").cancel()
         finish_reason = turn.reply.finish_reason
     assert finish_reason == "cancelled"
-    assert fleet.who_has("talk-0", "CancelTurn") == [order[1]]
+    assert fleet.addresses_called("talk-0", "CancelTurn") == [order[1]]
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["home is back", "stand-in dies"])
-def test_a_turn_that_is_left_is_ended_where_it_runs_and_else_at_the_next(
-    dies: bool, fleet: Fleet
-) -> None:
+def test_closing_a_turn_ends_it_at_its_daemon_or_else_at_the_next(dies: bool, fleet: Fleet) -> None:
     order = ranked("talk-0", fleet.addresses)
     with WithThreads(fleet.addresses) as client:
         fleet.stop(order[0])
@@ -320,7 +322,7 @@ def test_a_turn_that_is_left_is_ended_where_it_runs_and_else_at_the_next(
         else:
             fleet.start(order[0])
         turn.close()
-        assert fleet.who_has("talk-0", "CancelTurn") == [order[2 if dies else 1]]
+        assert fleet.addresses_called("talk-0", "CancelTurn") == [order[2 if dies else 1]]
         assert fleet.servers[0].found["talk-0"].running is None
 
 
@@ -328,7 +330,7 @@ def test_a_turn_that_is_left_is_ended_where_it_runs_and_else_at_the_next(
 
 
 @pytest.mark.parametrize("refusal", [AWAY, LOADING, DRAINING], ids=["away", "loading", "draining"])
-def test_a_daemon_that_refuses_is_avoided_until_it_serves(
+def test_a_daemon_that_refuses_a_turn_is_avoided_until_it_serves(
     refusal: Refusal, fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -337,7 +339,7 @@ def test_a_daemon_that_refuses_is_avoided_until_it_serves(
     first.health = NOT_SERVING
     assert client.ask("talk-0", "hello").text == "hello "
     assert client.slept == []
-    assert fleet.who_has("talk-0") == sorted(order[:2], key=fleet.addresses.index)
+    assert fleet.addresses_called("talk-0") == sorted(order[:2], key=fleet.addresses.index)
 
     def is_looked_at() -> bool:
         client.ask("talk-0", "again")
@@ -356,7 +358,7 @@ def test_a_daemon_that_refuses_is_avoided_until_it_serves(
     assert client.states[order[0]].state == "works"
 
 
-def test_when_all_are_away_the_error_names_each_and_says_why(fleet: Fleet) -> None:
+def test_if_all_daemons_are_unreachable_the_error_gives_each_reason(fleet: Fleet) -> None:
     for address in fleet.addresses:
         fleet.stop(address)
     with WithThreads(fleet.addresses, Retry(retries=2, first_seconds=0.001)) as client:
@@ -370,7 +372,7 @@ def test_when_all_are_away_the_error_names_each_and_says_why(fleet: Fleet) -> No
         assert not client.client.healthy()
 
 
-def test_one_that_loads_is_waited_for_though_others_are_away(
+def test_the_client_waits_for_a_loading_daemon_if_the_others_are_unreachable(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -384,7 +386,9 @@ def test_one_that_loads_is_waited_for_though_others_are_away(
     assert min(client.slept) >= 1.0
 
 
-def test_what_may_have_been_done_is_not_sent_elsewhere(fleet: Fleet, client: WithThreads) -> None:
+def test_a_create_that_may_have_happened_is_not_sent_to_another_daemon(
+    fleet: Fleet, client: WithThreads
+) -> None:
     order = ranked("talk-0", fleet.addresses)
     fleet.at(order[0]).refusals.append(AWAY)
     with pytest.raises(errors.Unavailable, match=rf"(?=.*not tried).*{order[0]}: because"):
@@ -393,7 +397,7 @@ def test_what_may_have_been_done_is_not_sent_elsewhere(fleet: Fleet, client: Wit
 
 
 @pytest.mark.parametrize("refusal", [None, LOADING], ids=["out of reach", "loading"])
-def test_what_has_certainly_not_been_done_is_sent_elsewhere(
+def test_a_create_that_has_certainly_not_happened_is_sent_to_the_next_daemon(
     refusal: Refusal | None, fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -406,7 +410,7 @@ def test_what_has_certainly_not_been_done_is_sent_elsewhere(
     assert client.slept == []
 
 
-def test_a_conversation_that_its_stand_in_does_not_know_says_why_that_may_be(
+def test_not_found_at_a_fallback_daemon_explains_the_possible_reason(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -422,7 +426,7 @@ def test_a_conversation_that_its_stand_in_does_not_know_says_why_that_may_be(
         client.do(lambda c: c.conversation(home).get())
 
 
-def test_after_a_timeout_without_an_answer_a_daemon_is_looked_at_first(
+def test_after_a_timeout_the_daemon_is_checked_before_the_next_call(
     fleet: Fleet, client: WithThreads
 ) -> None:
     home = fleet.at(ranked("talk-0", fleet.addresses)[0])
@@ -435,7 +439,7 @@ def test_after_a_timeout_without_an_answer_a_daemon_is_looked_at_first(
     assert client.states[home.address].state == "works"
 
 
-def test_it_is_healthy_while_one_daemon_serves(fleet: Fleet, client: WithThreads) -> None:
+def test_healthy_is_true_while_one_daemon_serves(fleet: Fleet, client: WithThreads) -> None:
     fleet.stop(fleet.addresses[0])
     fleet.servers[1].health = NOT_SERVING
     assert client.do(lambda c: c.healthy())
@@ -443,7 +447,7 @@ def test_it_is_healthy_while_one_daemon_serves(fleet: Fleet, client: WithThreads
     assert not client.do(lambda c: c.healthy())
 
 
-def test_a_host_that_swallows_packets_is_waited_for_once(fleet: Fleet) -> None:
+def test_a_hanging_host_delays_only_the_first_call(fleet: Fleet) -> None:
     with contextlib.closing(socket.socket()) as hole:
         hole.bind(("127.0.0.1", 0))
         hole.listen(50)  # accepts connections, but does not answer
@@ -459,7 +463,7 @@ def test_a_host_that_swallows_packets_is_waited_for_once(fleet: Fleet) -> None:
             assert client.slept == []
 
 
-def test_turns_are_held_once_while_daemons_come_and_go(fleet: Fleet) -> None:
+def test_each_turn_is_stored_once_while_daemons_stop_and_start(fleet: Fleet) -> None:
     texts = [f"one two three {number}" for number in range(30)]
     over = threading.Event()
 
@@ -512,21 +516,21 @@ def owned_at(address: str) -> Refusal:
     return Refusal("UNAVAILABLE", "OWNED_ELSEWHERE", {"address": address})
 
 
-def test_a_daemon_that_names_another_one_is_believed(fleet: Fleet, client: WithThreads) -> None:
+def test_the_client_learns_the_home_that_a_daemon_names(fleet: Fleet, client: WithThreads) -> None:
     order = ranked("talk-0", fleet.addresses)
     fleet.at(order[0]).mishaps.append(Mishap(refusal=owned_at(order[2])))
     assert client.ask("talk-0", "hello").text == "hello "
     client.ask("talk-0", "again")
-    assert fleet.who_has("talk-0").count(order[2]) == 2
-    assert fleet.who_has("talk-0").count(order[0]) == 1
+    assert fleet.addresses_called("talk-0").count(order[2]) == 2
+    assert fleet.addresses_called("talk-0").count(order[0]) == 1
     assert client.slept == []
     assert client.states[order[0]].state == "works"
     fleet.stop(order[2])  # then the learned home is given up
     client.ask("talk-0", "on")
-    assert fleet.who_has("talk-0").count(order[0]) == 2
+    assert fleet.addresses_called("talk-0").count(order[0]) == 2
 
 
-def test_a_turn_whose_conversation_moves_in_the_middle_goes_on_at_its_new_home(
+def test_a_turn_whose_conversation_moves_continues_at_the_new_home(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -534,12 +538,12 @@ def test_a_turn_whose_conversation_moves_in_the_middle_goes_on_at_its_new_home(
     fleet.at(order[2]).mishaps.append(Mishap(after=2, refusal=owned_at(order[0])))
     events = client.events("talk-0", "a b c d")
     assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-    assert fleet.who_has("talk-0").count(order[0]) == 2
-    assert fleet.who_has("talk-0").count(order[2]) == 1
+    assert fleet.addresses_called("talk-0").count(order[0]) == 2
+    assert fleet.addresses_called("talk-0").count(order[2]) == 1
     assert len(client.slept) == 2  # daemons that disagree cannot keep the client in a busy loop
 
 
-def test_the_error_that_names_a_home_travels_with_its_address() -> None:
+def test_owned_elsewhere_carries_the_address_of_the_home() -> None:
     trailing = [
         (
             "grpc-status-details-bin",
@@ -552,7 +556,7 @@ def test_the_error_that_names_a_home_travels_with_its_address() -> None:
     assert str(error) == "conversation 'tea' is served by two at gpu2:1"
 
 
-def test_what_would_do_harm_twice_is_sent_to_the_home_that_is_named(
+def test_a_create_refused_by_a_daemon_that_names_the_home_is_sent_there(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -561,7 +565,7 @@ def test_what_would_do_harm_twice_is_sent_to_the_home_that_is_named(
     assert fleet.at(order[1]).names() == ["CreateConversation"]
 
 
-def test_a_home_that_is_none_of_the_addresses_is_waited_for(
+def test_the_client_waits_if_the_named_home_is_not_one_of_its_addresses(
     fleet: Fleet, client: WithThreads
 ) -> None:
     """The owner has died. The remaining daemons must wait until its lease ends."""
@@ -575,7 +579,7 @@ def test_a_home_that_is_none_of_the_addresses_is_waited_for(
         client.ask("talk-0", "hello")
 
 
-def test_two_daemons_that_name_each_other_are_tried_no_more_often_than_others(
+def test_two_daemons_that_name_each_other_cause_no_extra_tries(
     fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -585,11 +589,11 @@ def test_two_daemons_that_name_each_other_are_tried_no_more_often_than_others(
     with pytest.raises(errors.Unavailable, match="served by"):
         client.ask("talk-0", "hello")
     assert len(client.slept) == 3
-    assert len(fleet.who_has("talk-0")) <= 2 * 4
+    assert len(fleet.addresses_called("talk-0")) <= 2 * 4
 
 
 @pytest.mark.parametrize("call", ["ask", "get"])
-def test_the_home_of_a_call_that_was_forwarded_is_learned(
+def test_the_client_learns_the_home_of_a_forwarded_call(
     call: str, fleet: Fleet, client: WithThreads
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
@@ -601,13 +605,13 @@ def test_the_home_of_a_call_that_was_forwarded_is_learned(
         client.do(lambda c: c.conversation("talk-0").get())
     fleet.forget_calls()
     client.ask("talk-0", "on")
-    assert fleet.who_has("talk-0") == [order[1]]
+    assert fleet.addresses_called("talk-0") == [order[1]]
 
 
 # -- one daemon, and addresses --
 
 
-def test_an_operator_speaks_to_one_daemon() -> None:
+def test_admin_accepts_only_one_address() -> None:
     with pytest.raises(errors.InvalidArgument) as caught:
         Admin("gpu1:50051,gpu2:50051")
     assert str(caught.value) == (
@@ -624,12 +628,12 @@ def test_an_operator_speaks_to_one_daemon() -> None:
         (None, ["127.0.0.1:50051"]),
     ],
 )
-def test_addresses_are_a_list_or_a_text_with_commas(address: Any, names: list[str]) -> None:
+def test_addresses_are_a_list_or_a_comma_separated_string(address: Any, names: list[str]) -> None:
     for kind in (Client, AsyncClient):
         assert [each.address for each in kind(address).addresses] == names
 
 
-def test_the_variable_of_the_commands_names_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_default_to_the_variable_pensieve_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSIEVE_DAEMON", "gpu1:1,gpu2:2")
     client = Client()
     assert [each.address for each in client.addresses] == ["gpu1:1", "gpu2:2"]
@@ -638,6 +642,6 @@ def test_the_variable_of_the_commands_names_them_too(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("address", ["gpu1:1,", ",", "", [], "gpu1:1,grpc://gpu1:1", "a:1\nb:1"])
-def test_addresses_that_cannot_be_right_are_refused(address: Any) -> None:
+def test_invalid_addresses_are_refused(address: Any) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"^address: "):
         Client(address)

@@ -61,7 +61,7 @@ def daemons(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Daemons]
     daemons.close()
 
 
-def who_knows(daemons: Daemons) -> dict[str, set[str]]:
+def conversations_by_daemon(daemons: Daemons) -> dict[str, set[str]]:
     """Return the conversations of each running daemon."""
     known = {}
     for address in daemons.addresses:
@@ -72,7 +72,7 @@ def who_knows(daemons: Daemons) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("kind", [WithThreads, WithTasks], ids=["threads", "tasks"])
-def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
+def test_conversations_of_a_stopped_daemon_move_and_return_with_it(
     kind: type[WithThreads], daemons: Daemons
 ) -> None:
     home = {each: ranked(each, daemons.addresses)[0] for each in IDS}
@@ -81,7 +81,7 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
         for text in ("one", "two"):
             for each in IDS:
                 assert client.ask(each, text, max_tokens=2).finish_reason == "length"
-        assert who_knows(daemons) == mine  # each conversation is on one daemon only
+        assert conversations_by_daemon(daemons) == mine  # each conversation is on one daemon only
         gone = home[IDS[0]]
         daemons.stop(gone)
         for each in IDS:
@@ -90,7 +90,7 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
             assert revision == (1 if home[each] == gone else 3)
         assert client.slept == []
         moved = {each: ranked(each, daemons.addresses)[1] for each in mine[gone]}
-        assert who_knows(daemons) == {
+        assert conversations_by_daemon(daemons) == {
             address: mine[address] | {each for each in moved if moved[each] == address}
             for address in mine
             if address != gone
@@ -103,7 +103,7 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
             """Return whether a new conversation whose home is `gone` begins there."""
             asked = next(its)
             client.ask(asked, "zero", max_tokens=2)
-            return asked in who_knows(daemons).get(gone, ())
+            return asked in conversations_by_daemon(daemons).get(gone, ())
 
         wait_for(is_back)
         for each in IDS:

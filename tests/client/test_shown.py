@@ -27,7 +27,7 @@ from tests.conversations.rig_daemon import DaemonRig
 SECRET = "a-token-that-nobody-may-read"
 
 
-def test_a_client_shows_its_address_and_never_its_token() -> None:
+def test_the_repr_of_a_client_has_its_address_and_never_its_token() -> None:
     with Client("127.0.0.1:1", token=SECRET) as client:
         assert repr(client) == "<Client of 127.0.0.1:1>"
         assert repr(client.conversation("trip")) == "<Conversation 'trip' at 127.0.0.1:1>"
@@ -48,7 +48,7 @@ def test_a_client_shows_its_address_and_never_its_token() -> None:
     ]
 
 
-def test_a_turn_shows_how_far_it_is(tmp_path: Path) -> None:
+def test_the_repr_of_a_turn_shows_its_progress(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig, Client(rig.server.address) as client:
         turn = client.conversation("trip").send("Hello.", max_tokens=5, ignore_eos=True)
         next(turn)
@@ -72,7 +72,7 @@ def next_ids(turn: object) -> list[int]:
     return turn._course.progress._token_ids  # type: ignore[attr-defined]
 
 
-def test_values_are_one_line_without_what_is_empty_or_long() -> None:
+def test_the_repr_of_a_value_is_one_line_without_empty_or_long_parts() -> None:
     usage = Usage(prompt_tokens=12, new_tokens=12, output_tokens=300, total_seconds=0.123456)
     shown = "Usage(prompt_tokens=12, new_tokens=12, output_tokens=300, total_seconds=0.1235)"
     assert repr(usage) == shown

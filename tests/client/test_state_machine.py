@@ -172,7 +172,7 @@ class ClientMachine(RuleBasedStateMachine):
             self.happened["kept"] += 1
         else:
             keeps = opened.options["keep_partial"] and bool(opened.pieces)
-            assert not keeps, "what was delivered is gone"
+            assert not keeps, "delivered text is not in the history"
 
     @precondition(lambda self: self.latest)
     @rule(data=st.data())
@@ -250,7 +250,7 @@ class ClientMachine(RuleBasedStateMachine):
             piece = self.person.next(opened.turn)
             if piece is None:
                 return
-            assert isinstance(piece, Delta), "nothing was lost, so nothing begins again"
+            assert isinstance(piece, Delta), "no turn was lost, so no turn restarts"
             opened.pieces.append(piece)
 
     def teardown(self) -> None:

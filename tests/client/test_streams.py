@@ -38,7 +38,7 @@ def client(server: ScriptedServer, slept: list[float]) -> Iterator[Client]:
         yield client
 
 
-def test_a_reply_reads_like_its_text(client: Client, server: ScriptedServer) -> None:
+def test_deltas_of_a_stream_add_up_to_the_reply(client: Client, server: ScriptedServer) -> None:
     turn = client.conversation("c").send("where shall we go", temperature=0, logprobs=1)
     deltas = list(turn)
     assert "".join(map(str, deltas)) == turn.reply.text == "where shall we go "
@@ -52,7 +52,7 @@ def test_a_reply_reads_like_its_text(client: Client, server: ScriptedServer) -> 
     assert server.requests("SendMessage")[0].create_if_missing
 
 
-def test_nothing_is_sent_before_somebody_listens(client: Client, server: ScriptedServer) -> None:
+def test_send_sends_nothing_before_the_turn_is_read(client: Client, server: ScriptedServer) -> None:
     client.conversation("c").send("hello")
     assert client.conversation().conversation_id != client.conversation().conversation_id
     assert server.calls == []
@@ -75,9 +75,7 @@ def test_a_broken_stream_continues_where_it_stopped(
     assert turn.reply.text == "a b c d "
 
 
-def test_a_turn_that_was_lost_begins_again_and_says_so(
-    client: Client, server: ScriptedServer
-) -> None:
+def test_a_lost_turn_restarts_and_yields_restarted(client: Client, server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(after=2, lost=True))
     talk = client.conversation("c")
     events = list(talk.send("a b c"))
@@ -97,13 +95,15 @@ def test_a_turn_that_finished_without_a_reader_is_replayed_from_the_history(
     assert [each.text for each in talk.messages()] == ["a b c", "a b c"]
 
 
-def test_an_end_without_completed_is_no_end(client: Client, server: ScriptedServer) -> None:
+def test_a_stream_that_ends_without_completed_is_retried(
+    client: Client, server: ScriptedServer
+) -> None:
     server.mishaps.append(Mishap(after=1, refusal=None))
     assert client.conversation("c").ask("a b").text == "a b "
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "CANCELLED"])
-def test_whatever_cuts_the_connection_the_turn_goes_on(
+def test_a_turn_continues_after_any_connection_error(
     client: Client, server: ScriptedServer, code: str
 ) -> None:
     server.mishaps.append(Mishap(after=1, refusal=Refusal(code)))
@@ -118,7 +118,7 @@ def test_whatever_cuts_the_connection_the_turn_goes_on(
         (("a",), "shorter"),
     ],
 )
-def test_a_reply_that_is_not_the_one_begun_is_a_fault(
+def test_a_different_reply_after_attaching_is_a_server_fault(
     client: Client, server: ScriptedServer, words: tuple[str, ...], problem: str
 ) -> None:
     server.mishaps.extend([Mishap(after=2), Mishap(after=99, words=words)])
@@ -129,7 +129,7 @@ def test_a_reply_that_is_not_the_one_begun_is_a_fault(
         _ = turn.reply
 
 
-def test_the_same_text_of_other_tokens_is_a_fault_too() -> None:
+def test_the_same_text_from_different_tokens_is_a_server_fault() -> None:
     def delta(*token_ids: int) -> pb.SendMessageResponse:
         return pb.SendMessageResponse(delta=pb.TurnDelta(text="ab", token_ids=token_ids))
 
@@ -144,7 +144,7 @@ def test_the_same_text_of_other_tokens_is_a_fault_too() -> None:
 # -- how often, and how long --
 
 
-def test_the_pauses_grow_and_end(
+def test_pauses_between_retries_grow_and_retries_are_limited(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.extend([Mishap()] * 9)
@@ -158,7 +158,7 @@ def test_the_pauses_grow_and_end(
     assert len(server.calls) == 4  # no retry: the same failure is raised again
 
 
-def test_the_server_says_how_long_to_wait(
+def test_the_client_waits_as_long_as_the_server_asks(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     full = Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL", retry_seconds=5.5)
@@ -167,7 +167,7 @@ def test_the_server_says_how_long_to_wait(
     assert slept == [5.5, 5.5]
 
 
-def test_a_full_queue_that_does_not_say_when_is_not_retried(
+def test_queue_full_without_a_retry_time_is_not_retried(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.append(Mishap(refusal=Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL")))
@@ -176,7 +176,7 @@ def test_a_full_queue_that_does_not_say_when_is_not_retried(
     assert (slept, len(server.calls)) == ([], 1)
 
 
-def test_no_pause_goes_beyond_the_timeout(
+def test_no_pause_exceeds_the_timeout(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.append(Mishap(refusal=Refusal("UNAVAILABLE", "UNAVAILABLE", retry_seconds=60)))
@@ -186,7 +186,7 @@ def test_no_pause_goes_beyond_the_timeout(
     assert slept == []
 
 
-def test_a_turn_that_kills_every_attempt_is_given_up(
+def test_a_turn_is_given_up_if_no_attempt_gets_further(
     client: Client, server: ScriptedServer
 ) -> None:
     server.mishaps.extend([Mishap(after=2, lost=True)] * 50)
@@ -196,13 +196,15 @@ def test_a_turn_that_kills_every_attempt_is_given_up(
     assert len(server.calls) == 4  # three retries, because no attempt got further than the first
 
 
-def test_a_turn_that_gets_further_each_time_is_not(client: Client, server: ScriptedServer) -> None:
+def test_a_turn_that_gets_further_at_each_attempt_is_not_given_up(
+    client: Client, server: ScriptedServer
+) -> None:
     server.mishaps.extend([Mishap(after=place) for place in range(1, 8)])
     assert client.conversation("c").ask("a b c d e f g h").text == "a b c d e f g h "
     assert len(server.calls) == 8
 
 
-def test_a_deadline_names_its_seconds(client: Client, server: ScriptedServer) -> None:
+def test_a_deadline_error_names_the_timeout(client: Client, server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(after=1, stalls=True))
     heard: list[Any] = []
     with pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"):
@@ -216,7 +218,7 @@ def test_a_deadline_names_its_seconds(client: Client, server: ScriptedServer) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_a_timeout_is_a_time(client: Client, timeout: float) -> None:
+def test_an_invalid_timeout_is_refused(client: Client, timeout: float) -> None:
     with pytest.raises(errors.InvalidArgument, match="timeout"):
         client.conversation("c").send("a", timeout=timeout)
 
@@ -237,7 +239,7 @@ def test_cancelling_keeps_what_was_generated(client: Client, server: ScriptedSer
     assert not talk.cancel()
 
 
-def test_another_thread_may_cancel(client: Client, server: ScriptedServer) -> None:
+def test_another_thread_may_cancel_a_turn(client: Client, server: ScriptedServer) -> None:
     stalled = threading.Event()
     server.mishaps.append(Mishap(after=1, stalls=True, on_stall=stalled.set))
     turn = client.conversation("c").send("a b c")
@@ -252,7 +254,7 @@ def test_another_thread_may_cancel(client: Client, server: ScriptedServer) -> No
     thread.join()
 
 
-def test_a_turn_cancelled_before_it_starts_ends_when_it_does(
+def test_a_turn_cancelled_before_it_starts_ends_at_its_start(
     client: Client, server: ScriptedServer
 ) -> None:
     server.mishaps.append(Mishap(after=0, stalls=True))
@@ -263,7 +265,7 @@ def test_a_turn_cancelled_before_it_starts_ends_when_it_does(
     assert [request.turn_id for request in server.requests("CancelTurn")] == ["1"]
 
 
-def test_a_wish_to_cancel_outlives_an_attempt(client: Client, server: ScriptedServer) -> None:
+def test_a_cancel_is_repeated_for_the_next_attempt(client: Client, server: ScriptedServer) -> None:
     server.mishaps.extend([Mishap(after=0, lost=True), Mishap(after=0, stalls=True)])
     turn = client.conversation("c").send("a b c")
     turn.cancel()
@@ -278,7 +280,7 @@ def test_leaving_a_for_loop_abandons_the_turn(client: Client, server: ScriptedSe
     assert server.abandoned.get(timeout=SAFETY_SECONDS) == "left"
 
 
-def test_a_turn_that_is_held_goes_on_until_it_is_closed(
+def test_a_turn_continues_after_a_break_while_a_reference_to_it_exists(
     client: Client, server: ScriptedServer
 ) -> None:
     server.mishaps.append(Mishap(after=2, stalls=True))
@@ -294,20 +296,22 @@ def test_a_turn_that_is_held_goes_on_until_it_is_closed(
         _ = turn.reply
 
 
-def test_the_end_of_a_with_closes_the_turn(client: Client, server: ScriptedServer) -> None:
+def test_the_end_of_a_with_block_closes_the_turn(client: Client, server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(after=1, stalls=True))
     with client.conversation("c").send("a b c", request_id="with") as turn:
         next(turn)
     assert server.abandoned.get(timeout=SAFETY_SECONDS) == "with"
 
 
-def test_a_closed_turn_that_was_over_keeps_its_reply(client: Client) -> None:
+def test_closing_a_completed_turn_keeps_its_reply(client: Client) -> None:
     with client.conversation("c").send("a b") as turn:
         list(turn)
     assert turn.reply.text == "a b "
 
 
-def test_a_thread_that_ctrl_c_starts_ends_the_turn(client: Client, server: ScriptedServer) -> None:
+def test_a_thread_started_by_the_sigint_handler_can_cancel_the_turn(
+    client: Client, server: ScriptedServer
+) -> None:
     main = threading.main_thread().ident
     assert main is not None
     server.mishaps.append(
@@ -339,7 +343,7 @@ def test_an_exception_between_two_tries_ends_the_turn(server: ScriptedServer) ->
             _ = turn.reply
 
 
-def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
+def test_an_exception_while_waiting_for_a_delta_ends_the_turn(
     client: Client, server: ScriptedServer
 ) -> None:
     main = threading.main_thread().ident
@@ -382,7 +386,7 @@ def test_a_reply_that_is_complete_at_the_timeout_is_read_to_its_end(
         assert len(list(talk.messages())) == 2
 
 
-def test_a_complete_reply_that_cannot_be_read_is_told_of(
+def test_the_timeout_error_says_if_the_whole_reply_is_in_the_history(
     client: Client, server: ScriptedServer
 ) -> None:
     late = Refusal("DEADLINE_EXCEEDED")
@@ -392,7 +396,7 @@ def test_a_complete_reply_that_cannot_be_read_is_told_of(
         client.conversation("c").ask("a b c")
 
 
-def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer) -> None:
+def test_closing_the_client_ends_running_turns(server: ScriptedServer) -> None:
     slept: list[float] = []
     client = Client(server.address, sleep=slept.append)
     stalled = threading.Event()
@@ -417,7 +421,9 @@ def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer) -> No
 # -- many at once --
 
 
-def test_threads_share_one_client_and_no_words(client: Client, server: ScriptedServer) -> None:
+def test_threads_that_share_a_client_get_only_their_own_replies(
+    client: Client, server: ScriptedServer
+) -> None:
     server.mishaps.extend([Mishap(after=1)] * 8)
     replies: dict[int, str] = {}
 
@@ -432,7 +438,7 @@ def test_threads_share_one_client_and_no_words(client: Client, server: ScriptedS
     assert replies == {number: f"{number} is my number " for number in range(16)}
 
 
-def test_a_second_turn_is_refused_by_name_and_not_repeated(
+def test_a_second_turn_raises_turn_running_and_is_not_retried(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.append(Mishap(after=1, stalls=True))
@@ -445,7 +451,9 @@ def test_a_second_turn_is_refused_by_name_and_not_repeated(
     assert (slept, server.names()) == ([], ["SendMessage", "SendMessage", "CancelTurn"])
 
 
-def test_what_a_newer_server_says_does_no_harm(client: Client, server: ScriptedServer) -> None:
+def test_unknown_fields_and_values_of_a_newer_server_are_tolerated(
+    client: Client, server: ScriptedServer
+) -> None:
     server.odd = True
     turn = client.conversation("c").send("a b")
     deltas = [each for each in turn if isinstance(each, Delta)]

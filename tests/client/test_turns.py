@@ -48,7 +48,7 @@ def test_deltas_add_up_to_the_reply() -> None:
     assert (progress.reply.finish_reason, progress.reply.revision) == ("stop", 3)
 
 
-def test_what_was_given_out_is_not_given_out_again_after_attaching() -> None:
+def test_delivered_text_is_not_delivered_again_after_attaching() -> None:
     progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5), delta("mor", 6))
     events = heard(progress, started(), delta("Good morning", 5, 6, 7), delta("!", 8), COMPLETED)
@@ -56,7 +56,7 @@ def test_what_was_given_out_is_not_given_out_again_after_attaching() -> None:
     assert str(progress.reply) == "Good morning!"
 
 
-def test_a_replay_may_tell_the_text_with_its_last_token() -> None:
+def test_a_replay_may_carry_the_text_with_its_last_token() -> None:
     progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5))
     events = heard(
@@ -65,7 +65,7 @@ def test_a_replay_may_tell_the_text_with_its_last_token() -> None:
     assert events == [Delta("morning", (6,))]
 
 
-def test_a_new_attempt_begins_again_and_says_so() -> None:
+def test_a_new_attempt_yields_restarted_and_begins_again() -> None:
     progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5))
     events = heard(progress, started(attempt=2), delta("Bad ", 9), COMPLETED)
@@ -73,12 +73,12 @@ def test_a_new_attempt_begins_again_and_says_so() -> None:
     assert str(progress.reply) == "Bad "
 
 
-def test_a_new_attempt_of_which_nothing_was_shown_is_nothing_to_tell() -> None:
+def test_restarted_is_omitted_if_no_text_was_delivered() -> None:
     progress = ReplyAccumulator()
     assert heard(progress, started(), started(attempt=2), delta("x", 1)) == [Delta("x", (1,))]
 
 
-def test_another_reply_under_the_same_turn_is_a_fault() -> None:
+def test_a_different_reply_of_the_same_turn_is_a_server_fault() -> None:
     progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5))
     with pytest.raises(errors.ServerFault):
@@ -104,7 +104,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_of_the_server_is_the_same_error_here(error: errors.PensieveError) -> None:
+def test_the_client_rebuilds_the_daemons_error_from_its_status(error: errors.PensieveError) -> None:
     packed = translate.status(error).SerializeToString()
     again = error_of(
         translate.status_code(error),
@@ -137,7 +137,7 @@ def test_a_status_without_details_has_the_class_of_its_code(
     assert type(error_of(code, "from a proxy", None)) is kind
 
 
-def test_only_what_may_pass_is_tried_again_and_not_for_ever() -> None:
+def test_only_temporary_errors_are_retried_a_limited_number_of_times() -> None:
     retry = Retry(retries=3, first_seconds=1.0, most_seconds=3.0, drawn=lambda: 1.0)
     away = errors.Unavailable("away")
     assert [retry.pause(away, number, None) for number in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
@@ -151,7 +151,7 @@ def test_only_what_may_pass_is_tried_again_and_not_for_ever() -> None:
     assert retry.pause(errors.TurnRunning("c", "1"), 1, None) is None
 
 
-def test_a_request_says_what_was_given_and_no_more() -> None:
+def test_a_request_has_only_the_given_fields() -> None:
     request = send_request(
         "c",
         [{"content": "hi"}, {"role": "tool", "content": "18 °C", "tool_call_id": "x"}],
@@ -181,7 +181,7 @@ def test_a_request_says_what_was_given_and_no_more() -> None:
         ({"stop": [5]}, "stop"),
     ],
 )
-def test_a_wrong_field_is_named(given: dict[str, object], field: str) -> None:
+def test_the_error_names_the_invalid_field(given: dict[str, object], field: str) -> None:
     with pytest.raises(errors.InvalidArgument) as error:
         sampling_of(given)
     assert error.value.field == field

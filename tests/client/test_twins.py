@@ -24,7 +24,7 @@ def public_members(kind: type) -> dict[str, object]:
     return {name: member for name, member in vars(kind).items() if not name.startswith("_")}
 
 
-def test_the_client_for_threads_is_what_the_one_for_asyncio_says() -> None:
+def test_the_sync_client_is_generated_from_the_async_client() -> None:
     script = ROOT / "scripts" / "generate_sync_client"
     checked = subprocess.run(
         [sys.executable, script, "--check"], capture_output=True, text=True, check=False
@@ -45,7 +45,9 @@ def test_the_client_for_threads_is_what_the_one_for_asyncio_says() -> None:
         (Stream, AsyncStream),
     ],
 )
-def test_twins_have_the_same_methods_with_the_same_arguments(kind: type, twin: type) -> None:
+def test_the_sync_and_async_classes_have_the_same_methods_arguments_and_docstrings(
+    kind: type, twin: type
+) -> None:
     methods, others = public_members(kind), public_members(twin)
     assert {name for name in others if not isinstance(others[name], property)} <= {*methods}
     for name, method in methods.items():

@@ -203,7 +203,7 @@ def _at_server(store: str, kind: str, seconds: float) -> None:
             )
 
 
-async def befall(world: World, fault: Fault) -> None:
+async def inject(world: World, fault: Fault) -> None:
     if fault.target != DATABASE:
         acts = {**OF_REPLICAS, **TO_SERVERS}
         await acts[fault.kind](world.replicas[fault.target], fault.seconds)

@@ -33,7 +33,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Tokenizer
 from tests.cluster import owner_log
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
-from tests.cluster.faults import Fault, befall, schedule
+from tests.cluster.faults import Fault, inject, schedule
 from tests.cluster.ray_world import RayWorld
 from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
@@ -87,7 +87,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         enough = asyncio.Event()
         talking = [asyncio.create_task(talker.talk(enough)) for talker in talkers]
         faults = _schedule(world, storm)
-        await _befall_all(world, faults, outcome, say)
+        await _inject_all(world, faults, outcome, say)
         healed_at = time.monotonic()
         await _until_all_talk(talkers, talking, healed_at, outcome)
         await world.whole()
@@ -132,24 +132,24 @@ def _schedule(world: World | RayWorld, storm: Storm) -> Sequence[Fault]:
     return schedule(storm.seed, *amount, has_server=bool(kind.store))
 
 
-async def _befall_all(
+async def _inject_all(
     world: World | RayWorld, faults: Sequence[Fault], outcome: Outcome, say: Any
 ) -> None:
     began = time.monotonic()
     targets: dict[int, asyncio.Lock] = {}
 
-    async def strike(fault: Fault) -> None:
+    async def inject_when_free(fault: Fault) -> None:
         async with targets.setdefault(
             fault.target, asyncio.Lock()
         ):  # the previous fault may still be restarting the target
             say(f"{fault} (at {time.monotonic() - began:.1f})")
-            await (world.befall(fault) if isinstance(world, RayWorld) else befall(world, fault))
+            await (world.inject(fault) if isinstance(world, RayWorld) else inject(world, fault))
         outcome.faults[fault.kind] = outcome.faults.get(fault.kind, 0) + 1
 
     async with asyncio.TaskGroup() as under_way:
         for fault in faults:
             await asyncio.sleep(max(began + fault.at - time.monotonic(), 0.0))
-            under_way.create_task(strike(fault))
+            under_way.create_task(inject_when_free(fault))
 
 
 async def _until_all_talk(
@@ -266,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcome.recovery_seconds > RECOVERY_SECONDS:
             outcome.problems.append(f"it took {outcome.recovery_seconds:.1f} s to recover")
         if outcome.whole_seconds > RECOVERY_SECONDS:
-            outcome.problems.append(f"after {outcome.whole_seconds:.1f} s all parts were there")
+            outcome.problems.append(
+                f"it took {outcome.whole_seconds:.1f} s until all parts ran again"
+            )
         which = {"cluster": given.cluster, "lease": given.lease, "replicas": given.replicas}
         which |= {"store": given.store.partition(":")[0] or "sqlite"}
         line = {**asdict(outcome), **which}

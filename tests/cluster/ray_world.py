@@ -47,7 +47,7 @@ class RayFault(Fault):
 
 
 @dataclass(frozen=True)
-class Deed:
+class FaultKind:
     """A kind of fault."""
 
     part: str = ""  # the part whose processes get the signal
@@ -62,13 +62,13 @@ class Deed:
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CUT = "cut off"
 OF_REPLICAS = {
-    "kill daemon": Deed("daemon", KILL),
-    "pause daemon": Deed("daemon", STOP, may_be_long=True),
-    "kill actor": Deed("replica", KILL),
-    "pause actor": Deed("replica", STOP, may_be_long=True),
+    "kill daemon": FaultKind("daemon", KILL),
+    "pause daemon": FaultKind("daemon", STOP, may_be_long=True),
+    "kill actor": FaultKind("replica", KILL),
+    "pause actor": FaultKind("replica", STOP, may_be_long=True),
 }
-OF_NODES = {CUT: Deed()}  # except the head
-OF_PROXIES = {"kill proxy": Deed("proxy", KILL), "pause proxy": Deed("proxy", STOP)}
+OF_NODES = {CUT: FaultKind()}  # except the head
+OF_PROXIES = {"kill proxy": FaultKind("proxy", KILL), "pause proxy": FaultKind("proxy", STOP)}
 ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES}
 
 
@@ -76,7 +76,7 @@ def _role(target: int) -> str:
     return "proxy" if target >= PROXIES else "replica"
 
 
-def deeds(target: int) -> dict[str, Deed]:
+def fault_kinds(target: int) -> dict[str, FaultKind]:
     """Return the faults that this target may have, by name."""
     if target >= PROXIES:
         return OF_PROXIES
@@ -93,7 +93,7 @@ def schedule(
     no_long_before = 0.0
     faults: list[RayFault] = []
 
-    def may_be_hurt(target: int, at: float) -> bool:
+    def may_have_fault(target: int, at: float) -> bool:
         """Return whether the target and another target of its kind have no fault."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
         return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
@@ -103,8 +103,8 @@ def schedule(
         found = [
             (kind, target)
             for target in targets
-            for kind in deeds(target)
-            if may_be_hurt(target, at) and (kind != CUT or may_be_hurt(PROXIES + target, at))
+            for kind in fault_kinds(target)
+            if may_have_fault(target, at) and (kind != CUT or may_have_fault(PROXIES + target, at))
         ]
         if not found:
             at += 1.0
@@ -176,14 +176,14 @@ class RayWorld:
     def schedule(self, seed: int, seconds: float, every: float) -> list[RayFault]:
         return schedule(seed, seconds, every, self.kind.num_replicas, self.kind.lease_seconds)
 
-    async def befall(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Apply a fault and wait until it is over. Ray may then still be replacing killed parts."""
-        deed, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
+        fault_kind, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
         if fault.kind == CUT:
             with node.unplugged():
                 await asyncio.sleep(fault.seconds)
         else:
-            await _signalled(node, deed, fault.seconds)
+            await _signalled(node, fault_kind, fault.seconds)
 
     async def _is_whole(self) -> bool:
         nodes = self._nodes.all
@@ -230,13 +230,13 @@ class RayWorld:
         }
 
 
-async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
-    pids = node.processes(deed.part)
+async def _signalled(node: Node, fault_kind: FaultKind, seconds: float) -> None:
+    pids = node.processes(fault_kind.part)
     while not pids:  # Ray is replacing this part
         await asyncio.sleep(LOOK_SECONDS)
-        pids = node.processes(deed.part)
-    node.signal_all(pids, deed.number)
-    if not deed.kills:
+        pids = node.processes(fault_kind.part)
+    node.signal_all(pids, fault_kind.number)
+    if not fault_kind.kills:
         try:
             await asyncio.sleep(seconds)
         finally:

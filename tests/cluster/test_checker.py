@@ -28,11 +28,11 @@ STORED = [
 THIRD = [Stored("user", "three", 3), Stored("assistant", "third", 3)]
 
 
-def test_a_history_that_has_what_was_acknowledged_is_right() -> None:
+def test_a_history_with_exactly_the_acknowledged_turns_passes() -> None:
     assert wrong_turns("c", SPOKEN, STORED) == []
 
 
-def test_a_turn_that_was_never_acknowledged_may_be_there() -> None:
+def test_a_history_may_contain_an_unacknowledged_turn() -> None:
     assert wrong_turns("c", SPOKEN, [*STORED, *THIRD]) == []
 
 
@@ -65,7 +65,7 @@ def test_a_lost_doubled_or_changed_turn_is_found(stored: list[Stored], problem: 
     assert any(problem in each for each in wrong_turns("c", SPOKEN, stored))
 
 
-def test_a_revision_that_two_turns_have_is_found() -> None:
+def test_a_revision_shared_by_two_turns_is_found() -> None:
     twice = [*STORED, Stored("user", "three", 2), Stored("assistant", "third", 2)]
     assert wrong_turns("c", SPOKEN, twice) == ["c: the revisions are [1, 2, 2]"]
 
@@ -135,7 +135,7 @@ TURN = [claimed(A, 3), begun(A, 3, 10), ended(A, 3, 10)]
         [claimed(B, 4)],  # the conversation was deleted and created again
     ],
 )
-def test_a_log_of_owners_one_after_the_other_is_right(more: list[Event]) -> None:
+def test_an_owner_log_with_one_owner_at_a_time_passes(more: list[Event]) -> None:
     assert wrong_owners([*OPEN, *TURN, *more]) == []
 
 
@@ -161,7 +161,7 @@ def test_a_log_of_owners_one_after_the_other_is_right(more: list[Event]) -> None
         ([opened(5, "a")], "its replica has another session"),
     ],
 )
-def test_two_owners_at_a_time_and_late_writers_are_found(more: list[Event], problem: str) -> None:
+def test_simultaneous_owners_and_late_writers_are_found(more: list[Event], problem: str) -> None:
     problems = wrong_owners([*OPEN, *TURN, *more])
     assert any(problem in each for each in problems), problems
 
@@ -171,7 +171,7 @@ def test_two_owners_at_a_time_and_late_writers_are_found(more: list[Event], prob
 
 @pytest.mark.parametrize("has_server", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_schedule_is_its_seeds_alone_and_has_one_long_fault_at_a_time(
+def test_a_schedule_depends_only_on_its_seed_and_has_one_long_fault_at_a_time(
     seed: int, has_server: bool
 ) -> None:
     draw: Callable[[], Any] = lambda: schedule(seed, 180.0, 5.0, 3, 10.0, has_server)  # noqa: E731

@@ -30,7 +30,7 @@ def runs(pid: int) -> bool:
     return state != "Z"
 
 
-def test_it_tells_where_it_listens_and_ends_when_it_is_stopped() -> None:
+def test_start_returns_the_childs_addresses_and_stop_ends_it() -> None:
     async def scenario() -> None:
         child = ChildProcess(program(READY + "time.sleep(600)"))
         assert await child.start(60.0) == {"grpc": "127.0.0.1:7", "http": "127.0.0.1:8"}
@@ -42,7 +42,7 @@ def test_it_tells_where_it_listens_and_ends_when_it_is_stopped() -> None:
     asyncio.run(scenario())
 
 
-def test_an_end_that_nobody_wanted_is_told_from_one_that_somebody_did() -> None:
+def test_an_unexpected_end_is_distinguished_from_a_stop() -> None:
     async def scenario() -> None:
         stopped, killed = (ChildProcess(program(READY + "time.sleep(600)")) for _ in range(2))
         for each in (stopped, killed):
@@ -56,7 +56,7 @@ def test_an_end_that_nobody_wanted_is_told_from_one_that_somebody_did() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_is_stopped_twice_is_told_once() -> None:
+def test_stopping_a_child_twice_sends_one_signal() -> None:
     """A second signal would make a daemon interrupt its turns."""
     code = (
         "import signal; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1)); "
@@ -73,7 +73,7 @@ def test_one_that_is_stopped_twice_is_told_once() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_does_not_start_says_why() -> None:
+def test_start_raises_the_childs_last_line_if_it_exits() -> None:
     async def scenario() -> None:
         child = ChildProcess(program("raise SystemExit('the disk is full')"))
         with pytest.raises(Unavailable, match="the daemon did not start: the disk is full"):
@@ -82,7 +82,7 @@ def test_one_that_does_not_start_says_why() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_ends_by_itself_is_noticed() -> None:
+def test_check_raises_after_the_child_has_ended_by_itself() -> None:
     async def scenario() -> None:
         child = ChildProcess(program(READY + "sys.exit(7)"))
         await child.start(60.0)
@@ -94,7 +94,7 @@ def test_one_that_ends_by_itself_is_noticed() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_ignores_the_signal_is_killed() -> None:
+def test_a_child_that_ignores_the_signal_is_killed() -> None:
     async def scenario() -> None:
         code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         child = ChildProcess(program(code + READY + "time.sleep(600)"))
@@ -110,7 +110,9 @@ class FullDisk:
         raise OSError(28, "No space left on device")
 
 
-def test_a_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_keeps_running_if_its_log_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """If the thread that started the child ended, the kernel would kill the child."""
     code = "[print('a line', file=sys.stderr, flush=True) for _ in range(3)]; "
 
@@ -129,7 +131,9 @@ def test_a_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
-def test_one_that_the_system_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_raises_the_reason_if_the_system_cannot_create_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -145,7 +149,7 @@ def test_one_that_the_system_cannot_start_says_why(monkeypatch: pytest.MonkeyPat
     asyncio.run(scenario())
 
 
-def test_it_knows_no_token_of_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_gets_no_ray_token_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "let me in")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/somewhere")
 
@@ -159,7 +163,7 @@ def test_it_knows_no_token_of_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
-def test_it_is_killed_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_the_child_is_killed_when_its_parent_dies(tmp_path: Path) -> None:
     code = f"""
 import asyncio
 from pensieve.cluster.child_process import ChildProcess

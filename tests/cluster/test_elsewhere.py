@@ -49,16 +49,14 @@ def both(tmp_path: Path) -> Iterator[Both]:
         yield Both(rigs)
 
 
-def test_a_conversation_is_deleted_at_any_daemon(both: Both) -> None:
+def test_a_conversation_can_be_deleted_at_any_daemon(both: Both) -> None:
     both.rigs[ONE].ask("c", "hello", request_id="r0")
     assert both.http[TWO].ask("DELETE", "/v1/conversations/c").status == 200
     assert both.http[ONE].ask("GET", "/v1/conversations/c").status == 404
     assert both.conversations() == 0
 
 
-def test_a_deletion_that_takes_long_is_answered_by_the_owner(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_owner_answers_a_slow_deletion(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds after the deletion, when the conversation has no owner any more."""
     conversations = both.rigs[ONE].daemon.conversations
     delete = conversations.delete
@@ -78,7 +76,7 @@ def test_a_deletion_that_takes_long_is_answered_by_the_owner(
     assert (forwarder.num_forwarded, forwarder.num_taken) == (2, 0)
 
 
-def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Both) -> None:
+def test_a_response_can_be_deleted_at_any_daemon_and_leaves_no_conversation(both: Both) -> None:
     made = both.respond(ONE)
     assert (made.status, both.conversations()) == (200, 1)
     assert both.http[TWO].ask("DELETE", f"/v1/responses/{made.value['id']}").status == 200
@@ -86,7 +84,7 @@ def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Bo
     assert both.http[ONE].ask("DELETE", f"/v1/responses/{made.value['id']}").status == 404
 
 
-def test_a_response_that_runs_at_another_daemon_is_not_said_to_have_failed(both: Both) -> None:
+def test_a_response_running_at_another_daemon_is_not_reported_as_failed(both: Both) -> None:
     """A request at another daemon still ends the turn at the daemon that runs it."""
     more = {"background": True, "max_output_tokens": 3000, "ignore_eos": True}
     began = both.respond(ONE, **more)
@@ -135,7 +133,7 @@ def test_a_message_without_a_request_id_that_is_forwarded_twice_is_one_turn(
     assert len(both.rigs[TWO].messages("c")) == 4
 
 
-def test_an_http_request_without_a_key_that_is_sent_twice_is_one_turn(
+def test_an_http_request_without_a_key_that_is_forwarded_twice_is_one_turn(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both.rigs[ONE].ask("c", "hello", request_id="r0")
@@ -152,7 +150,7 @@ def test_an_http_request_without_a_key_that_is_sent_twice_is_one_turn(
     assert len(both.rigs[TWO].messages("c")) == 4
 
 
-def test_a_response_that_is_asked_for_again_where_it_does_not_run(both: Both) -> None:
+def test_a_repeated_request_at_another_daemon_returns_the_running_response(both: Both) -> None:
     body = {"model": MODEL, "input": "Hello.", "background": True, "max_output_tokens": 100}
     body["ignore_eos"] = True
     key = {"idempotency-key": "k-1"}
@@ -174,7 +172,7 @@ def first_event(answer: http.client.HTTPResponse) -> bytes:
     return line
 
 
-def test_a_chat_is_continued_where_it_is_and_streamed_as_it_comes(both: Both) -> None:
+def test_a_chat_at_another_daemon_is_continued_by_the_owner_and_streamed(both: Both) -> None:
     began = both.http[ONE].chat("Hello.")
     name = began.headers["x-pensieve-conversation-id"]
     reply = began.value["choices"][0]["message"]["content"]
@@ -196,7 +194,7 @@ def test_a_chat_is_continued_where_it_is_and_streamed_as_it_comes(both: Both) ->
     assert len(both.rigs[ONE].messages(name)) == 4
 
 
-def test_a_client_that_leaves_ends_the_turn_at_the_owner(both: Both) -> None:
+def test_a_client_that_disconnects_ends_the_turn_at_the_owner(both: Both) -> None:
     both.rigs[ONE].ask("c", "hello")
     body = {"model": MODEL, "input": "Hello.", "conversation": "c", "stream": True}
     for more in ({}, {"stream": False}):
@@ -209,7 +207,7 @@ def test_a_client_that_leaves_ends_the_turn_at_the_owner(both: Both) -> None:
     assert both.rigs[TWO].num_live == 0
 
 
-def test_a_large_body_reaches_the_owner_and_a_refusal_comes_back(both: Both) -> None:
+def test_a_large_body_and_a_refusal_are_forwarded(both: Both) -> None:
     both.rigs[ONE].ask("c", "hello")
     blank = b" " * (5 << 20)
     changed = both.http[TWO].ask("POST", "/v1/conversations/c", b'{"metadata": {"a": "b"}}' + blank)
@@ -224,7 +222,7 @@ def test_a_large_body_reaches_the_owner_and_a_refusal_comes_back(both: Both) -> 
     assert refused.status == 400
 
 
-def test_two_daemons_that_disagree_are_an_error(
+def test_daemons_that_name_each_other_as_owner_cause_an_error(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both.rigs[ONE].ask("c", "hello")
@@ -281,7 +279,7 @@ class SlowRequest:
         self.has_ended = True
 
 
-def test_a_client_that_takes_nothing_holds_up_the_owner(both: Both) -> None:
+def test_a_client_that_reads_nothing_causes_backpressure_at_the_owner(both: Both) -> None:
     piece, num_pieces, num_sent = bytes(256 << 10), 200, 0
 
     async def flood(scope: Any, receive: Any, send: Any) -> None:

@@ -115,11 +115,11 @@ def code(failed: pytest.ExceptionInfo[grpc.RpcError]) -> str:
     return str(failed.value.code().name)
 
 
-def test_a_call_is_its_callers_at_the_owner_over_both_doors(guarded: Guarded) -> None:
+def test_the_owner_checks_the_original_caller_over_grpc_and_http(guarded: Guarded) -> None:
     check_callers(guarded)
 
 
-def test_without_a_secret_the_clients_token_goes_along(tmp_path: Path) -> None:
+def test_without_a_secret_the_clients_token_is_forwarded(tmp_path: Path) -> None:
     with guarding(tmp_path, "") as daemons:
         check_callers(daemons)
         for name, status in (("ann", 200), ("bob", 404), ("admin", 404)):
@@ -198,7 +198,7 @@ def forwarded_status(
         return int(next(answers).head.status)
 
 
-def test_without_a_token_nothing_is_forwarded(guarded: Guarded) -> None:
+def test_forward_calls_without_a_valid_token_are_refused(guarded: Guarded) -> None:
     head = replica_pb2.HttpRequest(method="GET", path="/health")
     with grpc.insecure_channel(guarded.rigs[ONE].server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
@@ -222,7 +222,7 @@ def test_without_a_token_nothing_is_forwarded(guarded: Guarded) -> None:
         None,
     ],
 )
-def test_a_head_that_is_no_request_is_refused(guarded: Guarded, head: Any) -> None:
+def test_an_invalid_head_of_a_forwarded_request_is_refused(guarded: Guarded, head: Any) -> None:
     first = replica_pb2.ForwardHttpRequest(body=b"x")
     if head is not None:
         first = replica_pb2.ForwardHttpRequest(head=replica_pb2.HttpRequest(**head))
@@ -235,7 +235,9 @@ def test_a_head_that_is_no_request_is_refused(guarded: Guarded, head: Any) -> No
         assert code(failed) == "INVALID_ARGUMENT"
 
 
-def test_a_forwarded_call_is_counted_and_audited_where_it_came_to(guarded: Guarded) -> None:
+def test_a_forwarded_call_is_counted_and_audited_at_the_daemon_that_received_it(
+    guarded: Guarded,
+) -> None:
     guarded.send(ONE, "ann", "c")
     counted: list[tuple[int, str]] = []
     for at in (ONE, TWO):
@@ -259,7 +261,7 @@ def test_a_forwarded_call_is_counted_and_audited_where_it_came_to(guarded: Guard
         assert guarded.allowance(at, "ann").num_calls == 0
 
 
-def test_a_head_that_does_not_come_is_given_up(
+def test_a_forward_call_without_a_head_times_out(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_forwarding, "BODY_SECONDS", 0.1)

@@ -119,7 +119,7 @@ def request(max_tokens: int = 20, **more: Any) -> bytes:
     ).SerializeToString()
 
 
-def test_every_method_has_a_name_of_its_own_because_ray_drops_the_service() -> None:
+def test_method_names_are_unique_because_ray_drops_the_service_name() -> None:
     names = [each.name for each in methods()]
     assert len(names) == len(set(names)) == 39
     assert SEND.kind == "unary_stream"
@@ -142,7 +142,7 @@ def test_messages_and_trailing_metadata_come_from_the_daemon(daemon: DaemonRig) 
     run(daemon.server.address, work)
 
 
-def test_an_error_of_the_daemons_keeps_its_status_and_its_details(daemon: DaemonRig) -> None:
+def test_a_daemons_error_keeps_its_status_and_details(daemon: DaemonRig) -> None:
     async def work(world: World) -> None:
         context = Context()
         assert [each async for each in world.send(request(temperature=-1.0), context)] == []
@@ -158,7 +158,7 @@ def test_an_error_of_the_daemons_keeps_its_status_and_its_details(daemon: Daemon
     run(daemon.server.address, work)
 
 
-def test_the_daemon_knows_the_deadline(daemon: DaemonRig) -> None:
+def test_the_daemon_receives_the_deadline(daemon: DaemonRig) -> None:
     async def work(world: World) -> None:
         context = Context(0.5)
         found = [each async for each in world.send(request(3000), context)]
@@ -169,7 +169,7 @@ def test_the_daemon_knows_the_deadline(daemon: DaemonRig) -> None:
     run(daemon.server.address, work)
 
 
-def test_a_client_that_leaves_ends_the_daemons_call(daemon: DaemonRig) -> None:
+def test_a_client_that_disconnects_ends_the_daemons_call(daemon: DaemonRig) -> None:
     async def work(world: World) -> None:
         async def read() -> None:
             async for _ in world.send(request(3000), Context()):
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_ends_the_daemons_call(daemon: DaemonRig) -> None:
     run(daemon.server.address, work)
 
 
-def test_a_daemon_that_is_not_there_is_unavailable() -> None:
+def test_an_unreachable_daemon_is_reported_as_unavailable() -> None:
     async def work(world: World) -> None:
         context = Context()
         assert [each async for each in world.send(b"", context)] == []
@@ -194,7 +194,7 @@ def test_a_daemon_that_is_not_there_is_unavailable() -> None:
     run("127.0.0.1:1", work)
 
 
-def test_without_tokens_other_machines_are_refused() -> None:
+def test_calls_from_other_machines_are_refused_if_there_are_no_tokens() -> None:
     async def work(world: World) -> None:
         context = Context(peer="ipv4:192.0.2.1:9")
         assert [each async for each in world.send(b"", context)] == []
@@ -206,7 +206,9 @@ def test_without_tokens_other_machines_are_refused() -> None:
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
 @pytest.mark.parametrize("num_messages", [0, 1])
-def test_what_ray_says_itself_is_unavailable(code: grpc.StatusCode, num_messages: int) -> None:
+def test_rays_own_errors_are_reported_as_unavailable(
+    code: grpc.StatusCode, num_messages: int
+) -> None:
     """The replica is gone, perhaps in the middle of a stream, or the whole cluster is gone."""
 
     async def rays(_: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -235,7 +237,7 @@ def test_what_ray_says_itself_is_unavailable(code: grpc.StatusCode, num_messages
     asyncio.run(work())
 
 
-def test_the_deadline_travels_as_metadata() -> None:
+def test_the_deadline_is_forwarded_as_metadata() -> None:
     found = []
 
     async def rays(_: bytes, context: Any) -> bytes:

@@ -124,7 +124,7 @@ def run(work: Callable[[Daemon, Any, HttpEdge], Awaitable[None]]) -> None:
     asyncio.run(inside())
 
 
-def test_the_answer_is_the_daemons() -> None:
+def test_the_client_gets_the_daemons_answer() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client(body=b'{"messages": []}')
         await edge(client.scope, client.receive, client.send)
@@ -138,7 +138,7 @@ def test_the_answer_is_the_daemons() -> None:
     run(work)
 
 
-def test_a_request_without_a_body_has_none_at_the_daemon() -> None:
+def test_a_request_without_a_body_is_forwarded_without_one() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client("/v1/models")
         await edge(client.scope, client.receive, client.send)
@@ -149,7 +149,7 @@ def test_a_request_without_a_body_has_none_at_the_daemon() -> None:
     run(work)
 
 
-def test_a_client_that_leaves_ends_the_daemons_request() -> None:
+def test_a_client_that_disconnects_ends_the_daemons_request() -> None:
     """Ray cancels the call."""
 
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
@@ -165,7 +165,7 @@ def test_a_client_that_leaves_ends_the_daemons_request() -> None:
     run(work)
 
 
-def test_an_answer_that_breaks_off_is_cut_off() -> None:
+def test_an_interrupted_answer_of_the_daemon_is_interrupted_for_the_client() -> None:
     async def work(_: Daemon, __: Any, edge: HttpEdge) -> None:
         client = Client("/cut")
         with pytest.raises(aiohttp.ClientError):
@@ -175,7 +175,7 @@ def test_an_answer_that_breaks_off_is_cut_off() -> None:
     run(work)
 
 
-def test_a_daemon_that_is_not_there_is_a_503() -> None:
+def test_an_unreachable_daemon_is_reported_as_503() -> None:
     async def work(_: Daemon, replica: Any, edge: HttpEdge) -> None:
         replica.http = HttpForward("127.0.0.1:1", "one")
         client = Client()
@@ -186,7 +186,7 @@ def test_a_daemon_that_is_not_there_is_a_503() -> None:
     run(work)
 
 
-def test_what_the_replica_says_itself_is_the_answer() -> None:
+def test_the_replicas_own_refusal_is_the_answer() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client(body=b"{}", peer=("192.0.2.1", 9))
         await edge(client.scope, client.receive, client.send)
@@ -196,7 +196,7 @@ def test_what_the_replica_says_itself_is_the_answer() -> None:
     run(work)
 
 
-def test_a_path_without_a_slash_is_no_part_of_an_address() -> None:
+def test_a_path_without_a_leading_slash_is_refused() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client()
         client.scope["raw_path"] = b"%2F@evil.example/"
@@ -207,7 +207,7 @@ def test_a_path_without_a_slash_is_no_part_of_an_address() -> None:
     run(work)
 
 
-def test_the_bytes_of_a_header_stay_as_they_are() -> None:
+def test_header_bytes_are_forwarded_unchanged() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client()
         client.scope["headers"] = [(b"x-session-id", "über".encode())]
@@ -219,7 +219,7 @@ def test_the_bytes_of_a_header_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("status", [404, None])
-def test_what_ray_says_itself_is_a_503(status: int | None) -> None:
+def test_rays_own_errors_are_reported_as_503(status: int | None) -> None:
     """Ray has no application, or does not answer because the replica died."""
 
     async def ray(_: Any, __: Any, send: Any) -> None:
@@ -232,7 +232,7 @@ def test_what_ray_says_itself_is_a_503(status: int | None) -> None:
     assert (client.status, client.text) == (503, GONE)
 
 
-def test_a_404_of_a_daemon_is_one() -> None:
+def test_a_404_of_the_daemon_stays_a_404() -> None:
     async def ray(_: Any, __: Any, send: Any) -> None:
         headers = [(b"pensieve-replica", b"one")]
         await send({"type": "http.response.start", "status": 404, "headers": headers})

@@ -27,7 +27,7 @@ def cluster_of(folder: Path, node: Node) -> LocalRay:
     return LocalRay(folder)
 
 
-def test_a_node_that_died_before_its_start_time_was_read_does_not_run(
+def test_a_node_that_died_before_its_start_time_was_read_does_not_count_as_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its start time is "gone", and so is the start time of every process that has ended."""
@@ -45,7 +45,7 @@ def test_a_node_that_died_before_its_start_time_was_read_does_not_run(
     assert not (tmp_path / "ray.json").exists()
 
 
-def test_a_node_that_ends_before_it_is_signalled_is_no_error(
+def test_a_node_may_end_before_it_is_signalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signalled: list[tuple[int, int]] = []

@@ -38,7 +38,7 @@ def manifests() -> list[Any]:
     return list(yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text()))
 
 
-def test_ray_serve_takes_the_configuration() -> None:
+def test_ray_serve_accepts_the_configuration() -> None:
     config = checked(serve_yaml(), "serve.yaml")
     assert config.grpc_options.port == 50051
     assert settings_of(config.applications[0].args).replicas == 2
@@ -58,7 +58,7 @@ def token_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "127.0.0.1"])
-def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: str) -> None:
+def test_the_daemon_accepts_the_command_line_of_a_replica(tmp_path: Path, host: str) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef\n")
     secret.chmod(0o600)
@@ -77,7 +77,7 @@ def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: st
         assert len(setup.listening.tokens) == 1
 
 
-def test_kuberay_takes_the_manifest() -> None:
+def test_kuberay_accepts_the_manifest() -> None:
     assert problems_of(manifests()[0]) == []
 
 
@@ -95,7 +95,7 @@ def test_kuberay_takes_the_manifest() -> None:
         ("kind", "RayCluster", "kind: not 'RayService'"),
     ],
 )
-def test_a_manifest_that_is_wrong_is_noticed(path: str, value: Any, problem: str) -> None:
+def test_a_mistake_in_a_manifest_is_found(path: str, value: Any, problem: str) -> None:
     manifest = copy.deepcopy(manifests()[0])
     *parents, last = path.split(".")
     at = manifest
@@ -105,7 +105,7 @@ def test_a_manifest_that_is_wrong_is_noticed(path: str, value: Any, problem: str
     assert problem in problems_of(manifest)
 
 
-def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
+def test_workers_have_the_resources_of_a_replica_and_time_to_drain() -> None:
     cluster = manifests()[0]["spec"]["rayClusterConfig"]
     args = serve_yaml()["applications"][0]["args"]
     pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
@@ -130,7 +130,7 @@ def test_all_nodes_can_log_in_to_the_database() -> None:
     assert serve_yaml()["applications"][0]["args"]["data"] in mounts
 
 
-def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
+def test_the_daemon_accepts_the_file_mode_of_the_manifests_secrets() -> None:
     """The files belong to root, and the pod's group can read them."""
     cluster = manifests()[0]["spec"]["rayClusterConfig"]
     pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
@@ -139,7 +139,7 @@ def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
     assert pod["securityContext"] == {"fsGroup": 1000}
 
 
-def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) -> None:
+def test_ray_accepts_the_configuration_of_a_local_cluster(tmp_path: Path) -> None:
     config = checked(local(2, tmp_path, 50051, 8000, {"model": ""}), "--local")
     settings = settings_of(config.applications[0].args)
     assert settings.local
@@ -154,19 +154,19 @@ def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) 
         ({"aplications": []}, "serve.yaml: applications: Field required"),
     ],
 )
-def test_a_configuration_that_is_wrong_is_refused_in_plain_words(found: Any, message: str) -> None:
+def test_an_invalid_configuration_is_refused_with_a_clear_error(found: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(found, "serve.yaml")
 
 
-def test_without_our_services_in_rays_proxy_it_is_refused() -> None:
+def test_a_configuration_without_pensieves_grpc_services_is_refused() -> None:
     found = serve_yaml()
     found["grpc_options"] = {"port": 50051}
     with pytest.raises(ConfigError, match="grpc_servicer_functions needs pensieve"):
         checked(found, "serve.yaml")
 
 
-def test_a_roll_changes_the_replicas_and_nothing_else() -> None:
+def test_a_roll_replaces_the_replicas_and_changes_nothing_else() -> None:
     application = serve_yaml()["applications"][0]
     once = with_next_generation(application)
     twice = with_next_generation(once)
@@ -179,7 +179,7 @@ def test_a_roll_changes_the_replicas_and_nothing_else() -> None:
     assert "ray_actor_options" not in application["deployments"][0]
 
 
-def test_what_a_roll_has_replaced_stays_when_the_unchanged_file_is_deployed() -> None:
+def test_deploying_the_unchanged_file_after_a_roll_replaces_no_replica() -> None:
     config = checked(serve_yaml(), "serve.yaml")
     rolled = with_next_generation(with_next_generation(serve_yaml()["applications"][0]))
     again = with_generation_of(rolled, config)
@@ -201,7 +201,7 @@ def running(**changed: Any) -> dict[str, Any]:
     return {**details, **changed}
 
 
-def test_options_of_proxies_that_run_are_compared_with_those_of_the_file() -> None:
+def test_options_that_differ_from_the_running_proxies_are_refused() -> None:
     config = checked(serve_yaml(), "serve.yaml")
     check_options(config, running())
     for changed, named in (

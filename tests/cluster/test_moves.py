@@ -56,7 +56,7 @@ def lose_owners(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_sqlite
 @pytest.mark.timeout(600 * SCALE)
 @pytest.mark.parametrize("moves_kv", [True, False], ids=["with_kv", "without"])
-def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
+def test_replies_equal_plain_transformers_wherever_conversations_move(
     tmp_path: Path, moves_kv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose_owners(monkeypatch)

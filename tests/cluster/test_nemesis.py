@@ -13,7 +13,7 @@ from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
 
 
-async def _weathered(folder: Path, storm: Storm) -> None:
+async def _check_storm(folder: Path, storm: Storm) -> None:
     outcome = await run(folder / "storm", storm)
     print(outcome)
     assert outcome.problems == []
@@ -25,13 +25,13 @@ async def _weathered(folder: Path, storm: Storm) -> None:
 
 @pytest.mark.parametrize("name", on_both)
 @pytest.mark.timeout(600)
-def test_nothing_is_lost_or_doubled_and_nobody_owns_what_another_does(
+def test_no_turn_is_lost_or_doubled_and_no_conversation_has_two_owners(
     tmp_path: Path, name: str
 ) -> None:
     with history(name) as store:
         kind = Kind(lease_seconds=2.0, store=store)
         storm = Storm(100 + SEED, seconds=16.0, every=2.0, num_talkers=12, kind=kind)
-        asyncio.run(_weathered(tmp_path, storm))
+        asyncio.run(_check_storm(tmp_path, storm))
 
 
 @pytest.mark.parametrize("name", on_both)
@@ -43,4 +43,4 @@ def test_three_minutes_with_fifty_people(tmp_path: Path, lease_seconds: float, n
         with history(name) as store:
             kind = Kind(lease_seconds=lease_seconds, store=store)
             storm = Storm(1000 * (1 + SEED) + number, kind=kind)
-            asyncio.run(_weathered(tmp_path / str(number), storm))
+            asyncio.run(_check_storm(tmp_path / str(number), storm))

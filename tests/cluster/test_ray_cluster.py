@@ -153,12 +153,12 @@ def test_a_conversation_is_never_split(cluster: RayCluster, stub: Any) -> None:
     assert {names[0] for names in at.values()} == set(cluster.replicas())
 
 
-def test_the_key_in_the_metadata_decides_where(stub: Any) -> None:
+def test_the_session_id_in_the_metadata_selects_the_replica(stub: Any) -> None:
     names = {send(stub, f"k-{index}", "x", session_id="one key") for index in range(6)}
     assert len(names) == 1
 
 
-def test_any_replica_answers_about_any_conversation(cluster: RayCluster, stub: Any) -> None:
+def test_any_replica_serves_any_conversation(cluster: RayCluster, stub: Any) -> None:
     """The daemon of that replica forwards the turn to the conversation's owner."""
     names = {send(stub, "anywhere", str(turn), session_id=f"key {turn}") for turn in range(8)}
     assert names == set(cluster.replicas())
@@ -168,7 +168,7 @@ def test_any_replica_answers_about_any_conversation(cluster: RayCluster, stub: A
     assert all(texts)
 
 
-def test_the_sdk_talks_to_it_as_to_a_daemon(cluster: RayCluster) -> None:
+def test_the_sdk_works_with_the_cluster_as_with_a_daemon(cluster: RayCluster) -> None:
     with Client(cluster.address) as client:
         trip = client.conversation("trip")
         deltas = list(trip.send("Hello.", max_tokens=20))
@@ -196,7 +196,7 @@ def test_errors_keep_their_status_and_their_details(cluster: RayCluster, stub: A
     assert [each.field for each in violations] == ["sampling.max_tokens"]
 
 
-def test_a_client_of_http_that_leaves_ends_its_turn(cluster: RayCluster) -> None:
+def test_an_http_client_that_disconnects_ends_its_turn(cluster: RayCluster) -> None:
     host, _, port = cluster.http.partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
@@ -240,7 +240,7 @@ def test_a_deadline_ends_the_turn(stub: Any) -> None:
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_client_that_leaves_ends_its_turn(stub: Any) -> None:
+def test_a_grpc_client_that_disconnects_ends_its_turn(stub: Any) -> None:
     """The daemon interrupts a turn that its client cancelled, and accepts the next message."""
     request = pb.SendMessageRequest(
         conversation_id="left",
@@ -257,7 +257,7 @@ def test_a_client_that_leaves_ends_its_turn(stub: Any) -> None:
     assert send(stub, "left", "next")
 
 
-def test_a_file_goes_up_as_a_stream(cluster: RayCluster) -> None:
+def test_a_batch_file_is_uploaded_as_a_stream(cluster: RayCluster) -> None:
     lines = [
         json.dumps(
             {
@@ -285,7 +285,7 @@ def test_a_file_goes_up_as_a_stream(cluster: RayCluster) -> None:
         assert replica_of(call) in cluster.replicas()
 
 
-def test_http_streams_chunk_by_chunk(cluster: RayCluster) -> None:
+def test_http_answers_are_streamed_chunk_by_chunk(cluster: RayCluster) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}], "stream": True}
     host, _, port = cluster.http.partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
@@ -310,7 +310,7 @@ def test_http_streams_chunk_by_chunk(cluster: RayCluster) -> None:
     connection.close()
 
 
-def test_an_error_of_http_comes_as_the_daemon_wrote_it(cluster: RayCluster) -> None:
+def test_an_http_error_is_forwarded_unchanged(cluster: RayCluster) -> None:
     host, _, port = cluster.http.partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.request("POST", "/v1/chat/completions", "{", {"content-type": "application/json"})
@@ -389,7 +389,7 @@ def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -
             assert [message.text for message in stored] == each.spoken
 
 
-def test_y_up_with_the_file_as_it_was_replaces_nothing(cluster: RayCluster) -> None:
+def test_y_up_with_the_unchanged_file_replaces_no_replica(cluster: RayCluster) -> None:
     """Options that Ray would silently ignore are errors."""
     before = cluster.replicas()
     cluster.command("up", str(cluster.folder / "serve.yaml"))
@@ -401,7 +401,7 @@ def test_y_up_with_the_file_as_it_was_replaces_nothing(cluster: RayCluster) -> N
     assert cluster.replicas() == before
 
 
-def test_y_calls_that_would_never_end_do_not_keep_a_replica_from_draining(
+def test_y_endless_calls_do_not_block_the_draining_of_a_replica(
     cluster: RayCluster, stub: Any
 ) -> None:
     """Watch streams end at once. The turn may use its drain_timeout; then the daemon reports its end."""
@@ -447,7 +447,7 @@ def test_z_when_a_replica_is_killed_only_its_conversations_move(
     cluster.wait_until_replaced(killed)
 
 
-def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> None:
+def test_zz_down_waits_for_running_turns(cluster: RayCluster, stub: Any) -> None:
     """Replies of running turns are stored."""
     send(stub, "last", "0")
     request = pb.SendMessageRequest(
@@ -474,7 +474,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
     assert down.returncode == 0
     assert refused in (None, grpc.StatusCode.UNAVAILABLE)  # clients retry after UNAVAILABLE
     assert events[-1][0] == "completed"
-    assert events[-1][1] > 0.5, "it had ended before"
+    assert events[-1][1] > 0.5, "the turn had already ended"
     with ConversationStore.open(cluster.folder / "history" / "history", "a test") as store:
         stored = store.find_turn("last", "last-1")
         assert stored is not None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
 from tests.cluster.ray_nodes import why_not
-from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, deeds, schedule
+from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, fault_kinds, schedule
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
 from tests.store.postgres_server import missing, serving
@@ -38,7 +38,7 @@ def database() -> Iterator[Callable[[], str]]:
         yield server.new_database
 
 
-def weathered(folder: Path, storm: Storm) -> None:
+def check_storm(folder: Path, storm: Storm) -> None:
     outcome = asyncio.run(run(folder, storm))
     print(outcome)
     assert outcome.problems == []
@@ -49,11 +49,11 @@ def weathered(folder: Path, storm: Storm) -> None:
         assert outcome.whole_seconds <= RECOVERY_SECONDS
 
 
-def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
+def simultaneous_faults(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
     """Yield the kind of each fault, and how many similar targets have a fault at that time."""
     until: dict[int, float] = {}
     for fault in schedule(seed, 180.0, 5.0, num_nodes, 10.0):
-        assert fault.kind in deeds(fault.target)
+        assert fault.kind in fault_kinds(fault.target)
         hurt = [fault.target, *([PROXIES + fault.target] if fault.kind == CUT else [])]
         for target in hurt:
             assert until.get(target, 0.0) <= fault.at
@@ -64,8 +64,8 @@ def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
-def test_a_schedule_has_all_kinds_and_leaves_one_of_each_role_whole(num_nodes: int) -> None:
-    found = [each for seed in range(50) for each in hurt_at_once(num_nodes, seed)]
+def test_schedules_have_all_faults_and_spare_one_target_of_each_role(num_nodes: int) -> None:
+    found = [each for seed in range(50) for each in simultaneous_faults(num_nodes, seed)]
     assert {kind for kind, _ in found} == set(ALL)
     assert max(under for _, under in found) < num_nodes
     faults = [each for seed in range(50) for each in schedule(seed, 180.0, 5.0, num_nodes, 10.0)]
@@ -74,9 +74,9 @@ def test_a_schedule_has_all_kinds_and_leaves_one_of_each_role_whole(num_nodes: i
 
 
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_or_doubled_on_two_nodes(folder: Path, database: Callable[[], str]) -> None:
+def test_no_turn_is_lost_or_doubled_on_two_nodes(folder: Path, database: Callable[[], str]) -> None:
     kind = Kind(2, lease_seconds=10.0, store=database(), has_ray=True)
-    weathered(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
+    check_storm(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
 
 
 @pytest.mark.full
@@ -87,4 +87,4 @@ def test_three_minutes_with_fifty_people(
 ) -> None:
     for number in range(SCALE):
         kind = Kind(num_nodes, lease_seconds=10.0, store=database(), has_ray=True)
-        weathered(folder / str(number), Storm(1000 * (1 + SEED) + number, kind=kind))
+        check_storm(folder / str(number), Storm(1000 * (1 + SEED) + number, kind=kind))

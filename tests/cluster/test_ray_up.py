@@ -71,7 +71,7 @@ def test_two_replicas_answer_within_a_minute(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by the import of Ray Serve
-def test_the_ray_that_up_started_ends_if_the_cluster_does_not_come_up(
+def test_up_stops_the_ray_that_it_started_if_the_cluster_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pensieve.cluster import deploying
@@ -98,7 +98,7 @@ def test_the_ray_that_up_started_ends_if_the_cluster_does_not_come_up(
     assert "cannot reach Ray" in capsys.readouterr().err
 
 
-def test_a_port_that_another_program_has_is_named() -> None:
+def test_the_error_names_a_port_that_another_program_uses() -> None:
     from pensieve.cluster.local_ray import check_free
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

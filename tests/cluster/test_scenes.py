@@ -94,7 +94,7 @@ class Saying(threading.Thread):
 
 
 @pytest.mark.timeout(600)
-def test_a_daemon_that_stood_still_comes_back_and_writes_nothing_of_what_it_had(
+def test_a_paused_daemon_that_resumes_writes_nothing_of_its_old_turn(
     cluster: Cluster,
 ) -> None:
     """The resumed daemon still believes that it owns the conversation. Its client gets the stored turn."""
@@ -120,7 +120,7 @@ def test_a_daemon_that_stood_still_comes_back_and_writes_nothing_of_what_it_had(
 
 
 @pytest.mark.timeout(600)
-def test_one_request_at_two_daemons_at_once_is_one_turn(cluster: Cluster) -> None:
+def test_one_request_sent_to_two_daemons_at_once_is_one_turn(cluster: Cluster) -> None:
     saying = [
         Saying(client, f"both-{number}", "r", 20)
         for number in range(8)
@@ -135,7 +135,7 @@ def test_one_request_at_two_daemons_at_once_is_one_turn(cluster: Cluster) -> Non
 
 
 @pytest.mark.timeout(600)
-def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster) -> None:
+def test_a_turn_can_be_cancelled_at_a_daemon_that_does_not_run_it(cluster: Cluster) -> None:
     saying = Saying(cluster.clients[0], "wrong", "r", LASTING)
     assert saying.begun.wait(120)
     request = pb.CancelTurnRequest(conversation_id="wrong", request_id="r")
@@ -147,7 +147,7 @@ def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster)
 
 
 @pytest.mark.timeout(600)
-def test_a_daemon_that_ends_passes_on_what_another_one_answers(cluster: Cluster) -> None:
+def test_a_draining_daemon_still_forwards_the_owners_reply(cluster: Cluster) -> None:
     """The draining daemon runs no turn itself. A client without retries reads the whole reply through it."""
     cluster.clients[0].conversation("through").ask("hello", max_tokens=4)
     door = cluster.world.replicas[1]
@@ -177,7 +177,7 @@ def respond(cluster: Cluster, name: str, *, is_stream: bool) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_a_retry_is_served(
+def test_an_http_stream_ends_with_an_error_if_its_owner_is_killed_and_a_retry_works(
     cluster: Cluster,
 ) -> None:
     cluster.clients[0].conversation("broken").ask("hello", max_tokens=8)
@@ -258,7 +258,7 @@ def test_conversations_of_a_stopped_daemon_are_served_within_its_lease_and_two_s
 
 
 @pytest.mark.timeout(600)
-def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_its_owner(
+def test_the_error_names_an_owner_that_is_unreachable_but_alive(
     cluster: Cluster,
 ) -> None:
     """The owner is alive and runs a turn. The SDK would retry until the owner is gone."""
@@ -279,7 +279,7 @@ def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_i
 
 
 @pytest.mark.timeout(600)
-def test_what_a_killed_daemon_ran_is_begun_again_elsewhere_when_its_lease_has_expired(
+def test_another_daemon_restarts_a_killed_daemons_turn_when_the_lease_expires(
     cluster: Cluster,
 ) -> None:
     replica = cluster.world.replicas[0]

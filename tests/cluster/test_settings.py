@@ -63,7 +63,7 @@ SLOT = Slot(3, Path("/data/replicas/3"), -1)
         ),
     ],
 )
-def test_an_error_names_the_argument_that_is_wrong(arguments: dict[str, Any], message: str) -> None:
+def test_the_error_names_the_invalid_argument(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         settings_of(arguments)
 
@@ -85,7 +85,7 @@ def test_a_replica_is_an_ordinary_daemon() -> None:
     ]
 
 
-def test_daemons_of_a_node_have_ports_that_are_known() -> None:
+def test_the_ports_of_a_nodes_daemons_follow_from_daemon_port_and_the_slot() -> None:
     settings = settings_of({"local": True, "daemon_port": 51000})
     command = replica_command(settings, "ada", "127.0.0.1", SLOT)
     assert command[4:8] == ["--address", "127.0.0.1:51006", "--http", "127.0.0.1:51007"]
@@ -96,7 +96,7 @@ def test_a_local_cluster_has_its_history_in_its_folder() -> None:
     assert settings.store == "sqlite:///data/history/conversations.db"
 
 
-def test_the_address_of_a_database_is_in_no_command_line() -> None:
+def test_no_command_line_contains_the_database_address() -> None:
     url = "postgresql://ada@db:5432/pensieve"
     settings = settings_of({"insecure": True, "serve": {"store": url}})
     command = replica_command(settings, "ada", "10.0.0.6", SLOT)

@@ -25,19 +25,21 @@ def file(folder: Path, mode: int, owner: int) -> Path:
 
 
 @pytest.mark.parametrize(("mode", "owner"), [(0o600, 0), (0o440, 0), (0o400, 1000), (0o600, 1000)])
-def test_a_secret_is_its_owners_or_of_root_and_a_group(
+def test_a_secret_file_may_belong_to_the_user_or_to_root_with_a_group(
     tmp_path: Path, mode: int, owner: int
 ) -> None:
     assert read_secret(file(tmp_path, mode, owner)) == SECRET
 
 
 @pytest.mark.parametrize(("mode", "owner"), [(0o444, 0), (0o460, 0), (0o440, 1000), (0o604, 1000)])
-def test_a_secret_that_others_read_is_none(tmp_path: Path, mode: int, owner: int) -> None:
+def test_a_secret_file_that_others_can_read_is_refused(
+    tmp_path: Path, mode: int, owner: int
+) -> None:
     with pytest.raises(ConfigError, match="can be read by others: run `chmod 600"):
         read_secret(file(tmp_path, mode, owner))
 
 
-def test_a_secret_is_there_and_long(tmp_path: Path) -> None:
+def test_a_missing_or_short_secret_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_secret(tmp_path / "secret")
     path = file(tmp_path, 0o600, os.geteuid())

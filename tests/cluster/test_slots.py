@@ -21,12 +21,12 @@ READY = (
 )
 
 
-def test_replicas_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
+def test_replicas_that_start_at_once_get_separate_folders(tmp_path: Path) -> None:
     slots = [take_slot(tmp_path / "replicas") for _ in range(3)]
     assert [each.folder for each in slots] == [tmp_path / "replicas" / name for name in "012"]
 
 
-def test_who_follows_a_replica_goes_on_with_its_folder(tmp_path: Path) -> None:
+def test_the_successor_of_a_replica_reuses_its_folder(tmp_path: Path) -> None:
     slots = [take_slot(tmp_path) for _ in range(3)]
     (slots[1].folder / "jobs").mkdir(parents=True)
     os.close(slots[1].lock)
@@ -35,7 +35,7 @@ def test_who_follows_a_replica_goes_on_with_its_folder(tmp_path: Path) -> None:
     assert (again.folder / "jobs").is_dir()
 
 
-def test_a_folder_is_its_daemons_until_that_has_ended(tmp_path: Path) -> None:
+def test_a_folder_stays_locked_until_its_daemon_has_ended(tmp_path: Path) -> None:
     async def scenario() -> None:
         slot = take_slot(tmp_path)
         child = ChildProcess([sys.executable, "-c", READY + "(600)"], pass_fds=(slot.lock,))
@@ -50,14 +50,14 @@ def test_a_folder_is_its_daemons_until_that_has_ended(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_folder_that_somebody_elses_daemon_holds_is_passed_over(tmp_path: Path) -> None:
+def test_a_folder_held_by_another_daemon_is_skipped(tmp_path: Path) -> None:
     held = DataFolder.open(tmp_path / "0", "pensieve serve", has_database=False)
     assert take_slot(tmp_path).folder == tmp_path / "1"
     held.close(clean=True)
     assert take_slot(tmp_path).folder == tmp_path / "0"
 
 
-def test_a_node_without_room_for_it_says_so(tmp_path: Path) -> None:
+def test_the_error_says_that_the_node_has_no_free_folder(tmp_path: Path) -> None:
     (tmp_path / "replicas").write_text("a file")
     with pytest.raises(
         Unavailable, match=r"cannot use the folder .*replicas of this node: File exists"
@@ -65,5 +65,5 @@ def test_a_node_without_room_for_it_says_so(tmp_path: Path) -> None:
         take_slot(tmp_path / "replicas")
 
 
-def test_the_lock_that_is_looked_at_is_the_daemons() -> None:
+def test_the_slot_checks_the_daemons_lock_file() -> None:
     assert LOCK_NAME == folder.LOCK_NAME

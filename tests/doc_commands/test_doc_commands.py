@@ -51,7 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         assert not NEVER.search(ended.err), ended.err
 
 
-def test_it_is_known_of_every_line_how_it_is_run_or_why_not() -> None:
+def test_table_py_has_every_command_line_of_the_docs() -> None:
     rows = [row.line for row in ROWS]
     assert len(set(rows)) == len(rows)
     unknown = {each for each in shown() if each.line not in rows and each.line not in NOT_RUN}
@@ -62,7 +62,7 @@ def test_it_is_known_of_every_line_how_it_is_run_or_why_not() -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_its_parser_takes_the_line(line: str) -> None:
+def test_the_parser_of_its_command_accepts_the_line(line: str) -> None:
     for words in parts(line):
         program = words[0]
         if program in ("pensieve", "scripts/run"):
@@ -114,7 +114,7 @@ def test_the_line_runs(row: Row, world: World) -> None:
     for expected in row.expects:
         assert re.search(expected, ended.out + ended.err), ended.out + ended.err
     assert not NEVER.search(ended.out + ended.err), ended.out + ended.err
-    assert row.serves or ended.out.strip(), "it wrote nothing"
+    assert row.serves or ended.out.strip(), "the command wrote nothing"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_line_runs(row: Row, world: World) -> None:
     list(python_blocks()),
     ids=lambda block: f"{block.place}: {block.line.splitlines()[-1]}",
 )
-def test_the_python_runs(block: Shown, world: World) -> None:
+def test_the_python_code_block_runs(block: Shown, world: World) -> None:
     ended = world.run_python(block.line)
     assert ended.code == 0, ended.err
     assert not NEVER.search(ended.err), ended.err
@@ -131,7 +131,7 @@ def test_the_python_runs(block: Shown, world: World) -> None:
         assert re.search(r"\(\d+ new tokens, [1-9]\d* cached\)", ended.out), ended.out
 
 
-def test_the_flags_that_sentences_name_exist() -> None:
+def test_flags_named_in_sentences_exist() -> None:
     wrong = [f"{each.place}: {each.line}" for each in inline() if not is_known(each)]
     assert not wrong, "\n".join(wrong)
 
@@ -159,7 +159,7 @@ def test_every_command_has_a_help(command: list[str], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("usage: pensieve")
 
 
-def test_lines_are_found_in_blocks_and_fences_alone() -> None:
+def test_lines_are_found_only_in_indented_blocks_and_fences() -> None:
     text = (
         '    pensieve chat -q "a # b"   # a comment\n    └── pensieve/\n'
         "Use pensieve chat.\n```python\npensieve = 1\n```\n```sh\n$ pip install x\n```\n"
@@ -173,7 +173,7 @@ def test_lines_are_found_in_blocks_and_fences_alone() -> None:
     ]
 
 
-def test_what_only_developers_have_is_not_found_there(tmp_path: Path) -> None:
+def test_the_plain_environment_hides_packages_that_only_developers_have(tmp_path: Path) -> None:
     """Otherwise a line could pass here, and fail for a reader."""
     assert {"matplotlib", "hypothesis", "pytest"} <= hidden().keys()
     assert not {"torch", "grpc", "rich", "numpy", "pensieve"} & hidden().keys()

@@ -319,7 +319,7 @@ class World:
         assert process.stdout is not None
         while text not in out and (read := os.read(process.stdout.fileno(), 65536)):
             out += read.decode(errors="replace")
-        assert text in out, f"{text!r} did not come: {out!r}"
+        assert text in out, f"the command did not print {text!r}: {out!r}"
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=SECONDS)
         return Ended(process.returncode, out + rest, err)

@@ -38,7 +38,7 @@ class Fiber:
         """Run the fiber until it calls `leave` or ends."""
         self._resumed.release()
         assert self._left.acquire(timeout=WAIT_SECONDS), (
-            "a fiber waits for what is not of its world"
+            "a fiber waits for something outside its world"
         )
         if self.has_ended:
             self._thread.join()
@@ -89,7 +89,7 @@ class Fibers:
             fiber.resume()
             if self.has_died:
                 self.ready = [each for each in fibers if not each.has_ended]
-        assert all(each.has_ended for each in fibers), "they wait for each other"
+        assert all(each.has_ended for each in fibers), "all remaining fibers wait for each other"
         if self.has_died:
             raise ProcessDied
         return fibers
@@ -110,7 +110,7 @@ class Waiter(shared_commits.Waiter):
     def wait(self) -> None:
         if not self._is_woken:
             self._fiber = _here.fiber
-            assert self._fiber is not None, "the only thread waits for another one"
+            assert self._fiber is not None, "a thread that is not a fiber waits for a fiber"
             self._fiber.leave()
 
     def wake(self) -> None:

@@ -279,7 +279,7 @@ class People:
             self.say_again(request)
         return bool(waiting)
 
-    def say_otherwise(self) -> bool:
+    def say_other_words(self) -> bool:
         """Send other words under the id of an answered message. The daemon must refuse them."""
         answered = [
             each
@@ -354,7 +354,9 @@ class People:
                 request.is_open = False
                 self.histories.acknowledged(name, request.deed)
                 return
-            assert request.reply is None, f"{request_id} was answered, and nothing of it is there"
+            assert request.reply is None, (
+                f"{request_id} was answered, but the history has no part of its reply"
+            )
             others = request.num_calls or daemon.conversations.arriving.num_turns
             if not others and not self._is_live(request):
                 self.histories.refused(name, request.deed)
@@ -384,10 +386,14 @@ class People:
             if call.stalled is not None:
                 await call.stalled.wait()
             told.extend(tokens.token_ids)
-            assert told == live.reply.token_ids[: len(told)], "tokens were told twice, or left out"
+            assert told == live.reply.token_ids[: len(told)], (
+                "tokens were delivered twice or left out"
+            )
             before = request.told[live.attempt]
             common = min(len(before), len(told))
-            assert told[:common] == before[:common], f"{request}: it was told otherwise before"
+            assert told[:common] == before[:common], (
+                f"{request}: other tokens were delivered before"
+            )
             if len(told) > len(before):
                 request.told[live.attempt] = list(told)
 
@@ -432,13 +438,13 @@ class People:
 
     def _answered(self, request: Request, live: LiveTurn, told: list[int]) -> None:
         assert live.finish is not None
-        assert told == live.reply.token_ids[: live.num_tokens], "a reader was told less than all"
+        assert told == live.reply.token_ids[: live.num_tokens], "a reader did not get all tokens"
         sooner = len(told) < len(request.told[live.attempt])
-        assert not sooner or request.is_cut, "the end came sooner than before"
+        assert not sooner or request.is_cut, "the reply is shorter than the tokens delivered before"
         text = live.text + live.tail
-        assert text == text_of(told), f"{text!r} is not what {told} says"
+        assert text == text_of(told), f"{text!r} is not the text of {told}"
         reply = (told, text, live.finish, live.revision)
-        assert request.reply in (None, reply), f"{request.request_id} was answered otherwise"
+        assert request.reply in (None, reply), f"{request.request_id} got a different reply before"
         request.reply, request.is_open = reply, False
         self._note("client", f"{request.request_id} answered: {reply}")
         self.histories.acknowledged(request.conversation, request.deed, live.revision)
@@ -453,7 +459,7 @@ class People:
         live = (lambda deed: self._may_happen(name, deed)) if process.is_settled else None
         return self._look(process.looking, name, live)
 
-    def look_at_what_is_left(self, looking: Any) -> None:
+    def check_store_after_death(self, looking: Any) -> None:
         """Check the store of a dead process: each deed under way has happened by now or never will."""
         self._busy.clear()
         for name in self.histories.names():
@@ -495,7 +501,7 @@ class People:
                 assert request is None, f"{name}: a message without its reply"
                 request = self._by_words[message.content]
             else:
-                assert request is not None, f"{name}: a reply to nothing"
+                assert request is not None, f"{name}: a reply without a message"
                 exchanges.append((request.deed, message.revision))
                 self._check_reply(name, request, message, prefix, num_tokens)
                 request = None
@@ -513,13 +519,15 @@ class People:
         """Check that a stored reply follows from the log before it, and ends where it may."""
         token_ids, where = list(message.token_ids), f"{name}, the reply to {request.request_id}"
         for token_id in token_ids:
-            assert token_id == next_token(prefix), f"{where} is not what its log says"
+            assert token_id == next_token(prefix), f"{where} does not follow from its log"
             prefix = extend_prefix(prefix, token_id)
-        assert message.content == text_of(token_ids), f"{where} reads otherwise"
-        assert not any(map(ends_turn, token_ids[:-1])), f"{where} goes on behind its end"
+        assert message.content == text_of(token_ids), (
+            f"{where} has a text that differs from its tokens"
+        )
+        assert not any(map(ends_turn, token_ids[:-1])), f"{where} continues after its end token"
         finish = FinishReason(message.finish_reason)
         if finish is FinishReason.STOP:
-            assert ends_turn(token_ids[-1]), f"{where} does not stop"
+            assert ends_turn(token_ids[-1]), f"{where} has no end token"
         elif finish is FinishReason.LENGTH:
             full = num_tokens + len(token_ids) >= self.shape.engine.cache.device_tokens_max
             assert len(token_ids) == request.max_tokens or full, f"{where} is too short"
@@ -529,7 +537,7 @@ class People:
             assert cut, f"{where} does not end where it was cancelled"
         if request.reply is not None and name == request.conversation:
             reply = (token_ids, message.content, finish, message.revision)
-            assert reply == request.reply, f"{where} is not what was acknowledged"
+            assert reply == request.reply, f"{where} differs from the acknowledged reply"
 
     # -- names --
 

@@ -55,14 +55,14 @@ def story(world: World) -> None:
     world.rest(say_again=False)
 
 
-def told(place: Path, fault: Fault, countdown: int) -> World:
+def run_story(place: Path, fault: Fault, countdown: int) -> World:
     """Run the story with this fault, `countdown` statements after the start, and the final check."""
     world = World(countdown, place, shape=SHAPE, rates=NO_FAULTS)
     try:
         world.disk.arm(fault, countdown)
         story(world)
         world.settle()
-        world.reckon()
+        world.final_check()
     except BaseException as error:
         error.add_note(f"{fault.kind}, statement {countdown}")
         raise
@@ -72,13 +72,13 @@ def told(place: Path, fault: Fault, countdown: int) -> World:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
-def test_any_statement_may_fail(fault: Fault, place: Path) -> None:
+def test_the_story_completes_whichever_store_statement_fails(fault: Fault, place: Path) -> None:
     countdown = 0
     with quiet():
         while True:
             countdown += 1
-            world = told(place, fault, countdown)
+            world = run_story(place, fault, countdown)
             if world.disk.fired is None:
                 break
-    assert countdown > 150, "the story has become a short one"
+    assert countdown > 150, "the story executes too few statements"
     assert all(request.reply is not None for request in world.people.requests)

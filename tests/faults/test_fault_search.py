@@ -35,39 +35,43 @@ def place() -> Iterator[Path]:
         yield path
 
 
-def lived(seed: int, place: Path) -> World:
+def run_world(seed: int, place: Path) -> World:
     world = run(seed, place)
     shutil.rmtree(place / f"world-{seed}")
     return world
 
 
 @cache
-def searched(first: int, place: Path) -> Counter[str]:
+def run_worlds(first: int, place: Path) -> Counter[str]:
     """Run these worlds, which must find no error. Return how often each event happened."""
     happened: Counter[str] = Counter()
     for seed in range(first, len(SEARCHES) * SEEDS_AT_ONCE, len(SEARCHES)):
-        world = lived(seed, place)
+        world = run_world(seed, place)
         happened += world.happened
         if seed % TWICE_EVERY == 0:
-            assert lived(seed, place).hash == world.hash, f"seed {seed} is two worlds"
+            assert run_world(seed, place).hash == world.hash, (
+                f"seed {seed} gives two different worlds"
+            )
     return happened
 
 
 @pytest.mark.parametrize("first", SEARCHES)
-def test_nothing_is_lost_and_everything_ends_whatever_fails(first: int, place: Path) -> None:
-    searched(first, place)
+def test_nothing_acknowledged_is_lost_and_everything_ends_under_random_faults(
+    first: int, place: Path
+) -> None:
+    run_worlds(first, place)
 
 
 def test_every_kind_of_fault_has_happened(place: Path, request: pytest.FixtureRequest) -> None:
     """Check the searches of this run, which may be only a third of all searches (tests/selection.py)."""
-    search = test_nothing_is_lost_and_everything_ends_whatever_fails.__name__
+    search = test_nothing_acknowledged_is_lost_and_everything_ends_under_random_faults.__name__
     callspecs = (
         item.callspec
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == search
     )
     firsts = [callspec.params["first"] for callspec in callspecs] or list(SEARCHES)
-    happened = sum((searched(first, place) for first in firsts), Counter[str]())
+    happened = sum((run_worlds(first, place) for first in firsts), Counter[str]())
     print(*(f"{happened[kind]:7} {kind}" for kind in KINDS), sep="\n")
     assert len(KINDS) > 12
     least = 20 * SCALE if len(firsts) == len(SEARCHES) else 1
@@ -76,8 +80,8 @@ def test_every_kind_of_fault_has_happened(place: Path, request: pytest.FixtureRe
 
 
 @pytest.mark.parametrize("seed", KEPT, ids=lambda seed: f"{seed}: {KEPT[seed]}")
-def test_what_was_found_once_stays_found(seed: int, place: Path) -> None:
-    lived(seed, place)
+def test_seeds_that_once_found_bugs_pass(seed: int, place: Path) -> None:
+    run_world(seed, place)
 
 
 def test_a_world_is_the_same_in_another_process(place: Path) -> None:
@@ -91,13 +95,15 @@ def test_a_world_is_the_same_in_another_process(place: Path) -> None:
             text=True,
             check=True,
         )
-        world = lived(seed, place)
+        world = run_world(seed, place)
         *events, _, last = told.stdout.splitlines()
         assert last.split()[0] == world.hash
         assert len(events) == world.num_events
 
 
-def test_a_failing_seed_names_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failing_seed_has_the_command_to_replay_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(World, "settle", lambda self: [][0])
     with pytest.raises(IndexError) as caught:
         run(-7, place)

@@ -1,4 +1,4 @@
-"""Plant each bug in the real code; some world must notice it.
+"""Plant each bug in the real code. At least one simulated run (a *world*, world.py) must notice it.
 
 These bugs are in the code where the engine, the conversations and the store meet. Bugs of the core and the
 cache are in tests/core/test_planted_faults.py. The last bug here was found by the search itself.
@@ -32,7 +32,7 @@ from tests.faults.world import run
 
 SEEDS = 120
 FIRST = {
-    "KV of a lost turn is taken for a cancelled one's": 100
+    "a queued turn that was cancelled counts KV of a lost turn as history": 100
 }  # each near a seed that finds the rare bug
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -51,7 +51,7 @@ def never(*arguments: Any, **named: Any) -> None:
     return
 
 
-async def tell_before_it_is_stored(
+async def report_before_it_is_stored(
     original: Any, self: TurnEnds, live: LiveTurn, reply: Any, reason: str
 ) -> None:
     if reply is not None:
@@ -60,7 +60,7 @@ async def tell_before_it_is_stored(
     await original(self, live, reply, reason)
 
 
-async def take_an_error_for_done(
+async def report_success_after_an_error(
     original: Any, self: TurnEnds, live: LiveTurn, reply: Any, reason: str
 ) -> None:
     await original(self, live, reply, reason)
@@ -79,7 +79,7 @@ def apply_twice(original: Any, conn: Any, number: int, links: Any) -> None:
         original(conn, number, links[-1:])
 
 
-def go_on_after_a_cancel(original: Any, self: Turns, token: Any) -> Any:
+def continue_after_a_cancel(original: Any, self: Turns, token: Any) -> Any:
     live = self._live.get(token.turn_id)
     if live is not None:
         live.take(token)
@@ -90,7 +90,7 @@ def without_the_tokens(original: Any, data: bytes) -> Any:
     return original(data[: identities.IDENTITY_BYTES])
 
 
-def fork_everything(original: Any, conn: Any, number: int, conversation: Any, _: int) -> Any:
+def fork_all_messages(original: Any, conn: Any, number: int, conversation: Any, _: int) -> Any:
     return original(conn, number, conversation, conversation.revision)
 
 
@@ -98,22 +98,22 @@ def forget_to_tell_the_engine(original: Any, self: EngineClient, message: Any) -
     return type(message).__name__ != "DeleteConversation" and original(self, message)
 
 
-def attach_without_what_was_said(original: Any, self: TurnFollowers, live: Any, *write: Any) -> Any:
+def attach_without_the_first_token(
+    original: Any, self: TurnFollowers, live: Any, *write: Any
+) -> Any:
     if live.finish is None and live.num_tokens > 1:
         del live.reply.token_ids[0], live.reply.texts[0], live.reply.parts[0]
     return original(self, live, *write)
 
 
-def keep_what_lies_behind_the_history(
-    original: Any, self: Scheduler, turn: Any, now: float
-) -> None:
+def count_kept_tokens_as_history(original: Any, self: Scheduler, turn: Any, now: float) -> None:
     if turn.state is TurnState.QUEUED and turn.keep_tokens is not None:
         turn.history_tokens = turn.keep_tokens
     original(self, turn, now)
 
 
 @contextlib.contextmanager
-def go_on_before_the_commit(original: Any, self: SharedCommits, group: Group) -> Iterator[Any]:
+def return_before_the_commit(original: Any, self: SharedCommits, group: Group) -> Iterator[Any]:
     try:
         with self._savepoint(group):
             yield group.conn
@@ -122,9 +122,7 @@ def go_on_before_the_commit(original: Any, self: SharedCommits, group: Group) ->
 
 
 @contextlib.contextmanager
-def forget_that_the_commit_failed(
-    original: Any, self: SharedCommits, group: Group
-) -> Iterator[Any]:
+def ignore_the_failed_commit(original: Any, self: SharedCommits, group: Group) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         yield stack.enter_context(original(self, group))
         with contextlib.suppress(StoreUnavailable):
@@ -132,37 +130,47 @@ def forget_that_the_commit_failed(
 
 
 FAULTS: dict[str, Plant] = {
-    "an answer is told before it is stored": around(TurnEnds, "_commit", tell_before_it_is_stored),
-    "an answer is told although it was not stored": around(
-        TurnEnds, "_commit", take_an_error_for_done
+    "a client gets a reply before it is stored": around(
+        TurnEnds, "_commit", report_before_it_is_stored
     ),
-    "running turns go on waiting for a dead engine": around(Daemon, "_on_down", never),
-    "an event is lost when many come at once": around(channel, "events_of", lose_the_last_event),
+    "a client gets a reply although it could not be stored": around(
+        TurnEnds, "_commit", report_success_after_an_error
+    ),
+    "running turns keep waiting for a dead engine": around(Daemon, "_on_down", never),
+    "an event is lost when many arrive at once": around(channel, "events_of", lose_the_last_event),
     "an end is applied twice": around(message_rows, "append_history", apply_twice),
-    "a cancelled turn goes on": around(Turns, "take", go_on_after_a_cancel),
-    "a fork takes what came later": around(message_rows, "require_links", fork_everything),
-    "the engine keeps what was deleted": around(EngineClient, "tell", forget_to_tell_the_engine),
-    "chunks are found by their place and not by their words": around(
+    "a cancelled turn continues": around(Turns, "take", continue_after_a_cancel),
+    "a fork includes messages after its revision": around(
+        message_rows, "require_links", fork_all_messages
+    ),
+    "the engine keeps a deleted conversation": around(
+        EngineClient, "tell", forget_to_tell_the_engine
+    ),
+    "chunks are found by their position and not by their tokens": around(
         identities, "_digest", without_the_tokens
     ),
-    "a restart does not interrupt": around(turn_rows, "interrupt_turn", never),
-    "an id that came before is not known": around(turn_rows, "find_turn_of_request", never),
-    "a prompt is kept when its turn begins again": around(turn_rows, "restart_turn", never),
-    "whoever attaches misses the beginning": around(
-        TurnFollowers, "follow", attach_without_what_was_said
+    "a restart does not interrupt running turns": around(turn_rows, "interrupt_turn", never),
+    "the request_id of an earlier request is not recognised": around(
+        turn_rows, "find_turn_of_request", never
     ),
-    "a turn is failed in memory only": around(
+    "a restarted turn keeps the state and messages of its failed attempt": around(
+        turn_rows, "restart_turn", never
+    ),
+    "a client that attaches misses the beginning of the reply": around(
+        TurnFollowers, "follow", attach_without_the_first_token
+    ),
+    "a failed turn is marked in memory only": around(
         conversation_store.ConversationStore, "fail_turn", never
     ),
-    "KV of a lost turn is taken for a cancelled one's": around(
-        Scheduler, "_release", keep_what_lies_behind_the_history
+    "a queued turn that was cancelled counts KV of a lost turn as history": around(
+        Scheduler, "_release", count_kept_tokens_as_history
     ),
-    "an engine that hangs is not noticed": around(Heartbeat, "tick", never),
-    "a call goes on before the commit that it shares": around(
-        SharedCommits, "_joining", go_on_before_the_commit
+    "a hanging engine is not noticed": around(Heartbeat, "tick", never),
+    "a call returns before the commit that it shares": around(
+        SharedCommits, "_joining", return_before_the_commit
     ),
-    "a call does not hear that the commit has failed": around(
-        SharedCommits, "_joining", forget_that_the_commit_failed
+    "a call does not learn that the shared commit has failed": around(
+        SharedCommits, "_joining", ignore_the_failed_commit
     ),
 }
 

@@ -29,10 +29,10 @@ def world(tmp_path: Path) -> Iterator[World]:
         world.rest(say_again=False)
         assert world.disk.fired is not None
         yield world
-        world.reckon()
+        world.final_check()
 
 
-def test_a_message_whose_answer_could_not_be_stored_is_answered_when_it_is_said_again(
+def test_a_message_whose_reply_could_not_be_stored_is_answered_when_it_is_sent_again(
     world: World,
 ) -> None:
     """Before the fix, the request found its turn running; a second look then called it interrupted."""
@@ -43,7 +43,7 @@ def test_a_message_whose_answer_could_not_be_stored_is_answered_when_it_is_said_
     assert request.reply is not None
 
 
-def test_another_message_is_answered_after_one_whose_answer_could_not_be_stored(
+def test_a_new_message_is_answered_after_a_reply_that_could_not_be_stored(
     world: World,
 ) -> None:
     """Before the fix, nothing updated the row of the dead turn, so it stayed "running"."""
@@ -53,7 +53,7 @@ def test_another_message_is_answered_after_one_whose_answer_could_not_be_stored(
     assert request.reply is not None
 
 
-def test_an_answer_that_could_not_be_stored_is_in_no_reply_after_it(world: World) -> None:
+def test_a_reply_that_could_not_be_stored_does_not_affect_later_replies(world: World) -> None:
     """Before the fix, a turn cancelled in the queue was given positions that held KV of the lost turn."""
     people = world.people
     people.requests[1].is_open = False
@@ -85,7 +85,7 @@ def sound_world() -> Iterator[World]:
         world.people.say("tea", 3)
         world.rest()
         yield world
-        world.reckon()
+        world.final_check()
 
 
 def test_a_turn_whose_log_cannot_be_read_ends(sound_world: World) -> None:
@@ -104,7 +104,7 @@ def test_a_turn_whose_log_cannot_be_read_ends(sound_world: World) -> None:
     assert request.reply is not None
 
 
-def test_a_deletion_that_fails_leaves_the_end_of_a_turn_to_its_own_job(sound_world: World) -> None:
+def test_a_failed_deletion_does_not_end_a_turn_that_is_being_committed(sound_world: World) -> None:
     """Before the fix, the client was told that its turn was given up, and then the turn was committed."""
     world, process = sound_world, sound_world.process
     assert process is not None

@@ -97,7 +97,7 @@ class World:
         for _ in range(self.shape.num_moves):
             self.move()
         self.settle()
-        self.reckon()
+        self.final_check()
 
     @property
     def hash(self) -> str:
@@ -211,7 +211,7 @@ class World:
         elif kind == "a turn is left":
             return people.leave()
         elif kind == "an id comes again with other words":
-            return people.say_otherwise()
+            return people.say_other_words()
         elif kind == "a message is said again":
             if people.requests:
                 people.say_again(self.random.choice(people.requests))
@@ -380,7 +380,7 @@ class World:
             self.people.lose()
             process.bury()
             with contextlib.closing(looking_at(self.disk.folder / "conversations.db")) as looking:
-                self.people.look_at_what_is_left(looking)
+                self.people.check_store_after_death(looking)
 
     @contextlib.contextmanager
     def _mortal(self) -> Iterator[None]:
@@ -449,7 +449,7 @@ class World:
         )
         return worked or bool(self.people.calls) or not resting
 
-    def reckon(self) -> None:
+    def final_check(self) -> None:
         """Final check: store, engine and clients agree, and nothing is left over."""
         people = self.people
         for name in people.names:
@@ -473,11 +473,11 @@ class World:
         for name in people.names:
             people.delete(name)
         self.rest()
-        assert not people.names, "what was deleted is there"
+        assert not people.names, "a deleted conversation still exists"
         assert conversation_rows.num_conversations(process.looking) == 0
         assert process.store.verify() == []
         assert people.daemon is not None
-        assert people.daemon.num_turns_of("") == 0, "a turn or warm that ended counts for ever"
+        assert people.daemon.num_turns_of("") == 0, "a turn or warm that has ended still counts"
         machine = process.machine
         assert machine is not None
         assert machine.scheduler.num_turns == 0, "a turn never ends"

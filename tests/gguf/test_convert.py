@@ -39,7 +39,7 @@ def load(folder: Path, dtype: Any = "auto") -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def said(model: Any) -> torch.Tensor:
+def logits_of(model: Any) -> torch.Tensor:
     ids = torch.arange(3, 63).reshape(2, 30)
     with torch.inference_mode():
         return model(input_ids=ids, use_cache=False).logits
@@ -47,7 +47,7 @@ def said(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_unquantised_file_gives_back_the_very_model_it_was_made_from(
+def test_converting_an_unquantised_file_restores_the_original_model(
     architecture: str, is_tied: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny.gguf"
@@ -58,10 +58,10 @@ def test_an_unquantised_file_gives_back_the_very_model_it_was_made_from(
     assert again.state_dict().keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
-    assert torch.equal(said(again), said(model))
+    assert torch.equal(logits_of(again), logits_of(model))
 
 
-def test_the_rotary_frequencies_of_llama_3_come_back_from_their_factors(tmp_path: Path) -> None:
+def test_llama_3_rotary_frequencies_are_restored_from_their_factors(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     model = random_model(
         "llama", rope_parameters=LLAMA_3, head_dim=64, max_position_embeddings=131_072
@@ -70,11 +70,11 @@ def test_the_rotary_frequencies_of_llama_3_come_back_from_their_factors(tmp_path
     again = load(converted(path))
     assert again.config.rope_parameters == LLAMA_3
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    assert torch.equal(said(again), said(model))
+    assert torch.equal(logits_of(again), logits_of(model))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.F16, Kind.BF16])
-def test_a_quantised_file_is_what_transformers_itself_reads_from_it(
+def test_a_converted_quantised_file_has_the_weights_that_transformers_reads_from_the_gguf_file(
     kind: gguf.GGMLQuantizationType, tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny.gguf"
@@ -86,10 +86,10 @@ def test_a_quantised_file_is_what_transformers_itself_reads_from_it(
     )
     for name, value in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
-    assert torch.equal(said(again), said(theirs.eval()))
+    assert torch.equal(logits_of(again), logits_of(theirs.eval()))
 
 
-def test_rows_that_are_written_block_by_block_are_the_same(
+def test_converting_in_small_blocks_gives_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks have three rows of 32, so the end of a block is never the end of a head."""
@@ -117,7 +117,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     ).all()
 
 
-def test_the_size_is_said_beforehand_and_is_the_size_on_the_disk(tmp_path: Path) -> None:
+def test_the_announced_size_is_the_size_on_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, kind=Kind.Q8_0)
     conversion = Conversion(path)
@@ -128,7 +128,7 @@ def test_the_size_is_said_beforehand_and_is_the_size_on_the_disk(tmp_path: Path)
     assert conversion.num_bytes <= size <= conversion.num_bytes + 8192  # 8192: names of tensors
 
 
-def test_every_token_that_may_end_a_turn_and_the_sampling_of_a_file_are_kept(
+def test_end_of_turn_tokens_and_sampling_settings_of_a_file_are_kept(
     tmp_path: Path,
 ) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
@@ -146,7 +146,7 @@ def test_every_token_that_may_end_a_turn_and_the_sampling_of_a_file_are_kept(
     assert set(given) == {"eos_token_id"}
 
 
-def test_a_conversion_is_given_up_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_conversion_stops_if_its_check_raises(tmp_path: Path) -> None:
     def check() -> None:
         raise KeyboardInterrupt
 
@@ -190,7 +190,7 @@ def one_of_three(writer: gguf.GGUFWriter) -> None:
         (one_of_three, "one of 3 parts. Join them with llama-gguf-split --merge"),
     ],
 )
-def test_a_file_that_cannot_be_exact_is_refused_with_the_reason(
+def test_a_file_that_cannot_be_served_exactly_is_refused_with_the_reason(
     change: Any, reason: str, tmp_path: Path
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", change=change)
@@ -199,7 +199,9 @@ def test_a_file_that_cannot_be_exact_is_refused_with_the_reason(
     assert "\n" not in str(refused.value)
 
 
-def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_and_the_error_lists_the_known_ones(
+    tmp_path: Path,
+) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
     for write in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
@@ -209,7 +211,7 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(tmp_pa
         Conversion(tmp_path / "tiny.gguf")
 
 
-def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_a_missing_tensor_or_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, leave_out="blk.1.ffn_up")
     write_gguf(path, leave_out="blk.1.ffn_up.weight")
@@ -223,6 +225,6 @@ def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> Non
             Conversion(path)
 
 
-def test_the_rows_of_a_head_go_back_where_they_were() -> None:
+def test_the_test_writer_permutes_the_rows_of_a_head_like_llama_cpp() -> None:
     """The model has two heads of four rows. llama.cpp writes the rows of a head as 0 2 1 3."""
     assert permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -33,7 +33,7 @@ def words(made: Any, text: str) -> list[str]:
     return [word.replace("Ġ", " ") for word, _ in made.pre_tokenizer.pre_tokenize_str(text)]
 
 
-def test_a_byte_level_tokenizer_is_the_one_the_file_was_made_from(tmp_path: Path) -> None:
+def test_a_byte_level_tokenizer_equals_the_original(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     made, original = tokenizer_of(Header(path)), byte_level_library(QWEN_2_5.special)
@@ -53,15 +53,13 @@ def test_a_byte_level_tokenizer_is_the_one_the_file_was_made_from(tmp_path: Path
         ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " +", " ABc", "'LL"]),
     ],
 )
-def test_each_rule_cuts_text_in_its_own_way(rule: str, cut: list[str], tmp_path: Path) -> None:
+def test_each_rule_splits_text_differently(rule: str, cut: list[str], tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", rule=rule)
     assert words(tokenizer_of(Header(tmp_path / "tiny.gguf")), "It's 1234 + ABc'LL") == cut
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_that_transformers_knows_too_gives_the_same_tokens(
-    rule: str, tmp_path: Path
-) -> None:
+def test_rules_that_transformers_also_has_give_the_same_tokens(rule: str, tmp_path: Path) -> None:
     """transformers lacks separate digits (smollm, starcoder) and Unicode normalization (qwen2)."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, rule=rule)
@@ -77,7 +75,7 @@ def test_a_rule_that_transformers_knows_too_gives_the_same_tokens(
         assert made.encode(text).ids == theirs.encode(text), text
 
 
-def test_a_decomposed_letter_is_composed_where_the_model_wants_it(tmp_path: Path) -> None:
+def test_the_qwen2_rule_composes_decomposed_letters(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, rule="qwen2")
     made = tokenizer_of(Header(path))
@@ -107,7 +105,7 @@ def write_sentencepiece(path: Path, scheme: str) -> Any:
     return original
 
 
-def test_a_sentencepiece_tokenizer_is_the_one_the_file_was_made_from(tmp_path: Path) -> None:
+def test_a_sentencepiece_tokenizer_equals_the_original(tmp_path: Path) -> None:
     original = write_sentencepiece(tmp_path / "tiny.gguf", "never")
     made = tokenizer_of(Header(tmp_path / "tiny.gguf"))
     for text in [*TEXTS, " Hello the Hello", "日本 Hello</s> Hello"]:
@@ -115,7 +113,7 @@ def test_a_sentencepiece_tokenizer_is_the_one_the_file_was_made_from(tmp_path: P
     assert made.decode(made.encode(" Hello, 日本").ids) == " Hello, 日本"
 
 
-def test_where_a_space_goes_is_not_guessed(tmp_path: Path) -> None:
+def test_a_file_that_does_not_define_the_leading_space_is_refused(tmp_path: Path) -> None:
     write_sentencepiece(tmp_path / "tiny.gguf", "first")
     with pytest.raises(
         UnsupportedModel, match=r"does not say whether its SentencePiece tokenizer puts"
@@ -123,7 +121,7 @@ def test_where_a_space_goes_is_not_guessed(tmp_path: Path) -> None:
         tokenizer_of(Header(tmp_path / "tiny.gguf"))
 
 
-def test_the_folder_is_one_that_the_service_reads(tmp_path: Path) -> None:
+def test_the_service_loads_the_written_tokenizer_folder(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     for name, text in write_tokenizer(Header(tmp_path / "tiny.gguf")).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -142,7 +140,7 @@ def test_an_unknown_rule_is_refused(rule: str | None, said: str, tmp_path: Path)
         tokenizer_of(Header(tmp_path / "tiny.gguf"))
 
 
-def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("rwkv")
 
@@ -151,7 +149,7 @@ def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> Non
         tokenizer_of(Header(tmp_path / "tiny.gguf"))
 
 
-def test_a_file_without_its_arrays_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_its_arrays_is_refused(tmp_path: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")

@@ -86,7 +86,7 @@ def results(
         return [each.text async for page in pages for each in page]
 
     texts: list[bytes] = rig.call(read())
-    assert not any(b"\n" in each for each in texts), "a result is one line"
+    assert not any(b"\n" in each for each in texts), "a result has several lines"
     return [json.loads(each) for each in texts]
 
 
@@ -128,7 +128,7 @@ def test_a_job_is_checked_run_and_answered(tmp_path: Path) -> None:
         assert body["choices"][0]["message"]["content"]
 
 
-def test_the_answers_are_what_a_conversation_would_have_said(tmp_path: Path) -> None:
+def test_answers_equal_those_of_a_conversation(tmp_path: Path) -> None:
     lines = [line(number) for number in range(6)]
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of(lines))
@@ -140,7 +140,7 @@ def test_the_answers_are_what_a_conversation_would_have_said(tmp_path: Path) -> 
             assert told.text == said[each["custom_id"]]
 
 
-def test_what_is_wrong_is_named_by_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_invalid_lines_are_named_and_the_rest_of_the_job_runs(tmp_path: Path) -> None:
     lines: list[Any] = [
         line(1),
         "{broken",
@@ -180,14 +180,14 @@ def test_choices_share_their_prompt_and_differ(tmp_path: Path) -> None:
         assert ended.saved_tokens > 0.6 * ended.prompt_tokens
 
 
-def test_only_checking_computes_nothing(tmp_path: Path) -> None:
+def test_a_check_only_job_computes_nothing(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of([line(1), "{", line(3)]), check_only=True)
         ended = until_ended(daemon, "j")
         assert (ended.outcome, ended.num_answered, ended.num_refused) == ("checked", 0, 1)
 
 
-def test_a_job_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_job_continues_where_it_was_paused(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(60))
     right = undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW, turns_max="4") as daemon:
@@ -228,7 +228,7 @@ def test_a_cancelled_job_keeps_its_answers_and_a_deleted_one_leaves_nothing(tmp_
         until_ended(daemon, "j")
 
 
-def test_an_engine_that_is_killed_costs_nobody_an_answer(tmp_path: Path) -> None:
+def test_no_answer_is_lost_if_the_engine_is_killed(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(80))
     right = undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW, turns_max="8") as daemon:
@@ -243,7 +243,7 @@ def test_an_engine_that_is_killed_costs_nobody_an_answer(tmp_path: Path) -> None
         assert words(daemon, "j") == right
 
 
-def test_a_daemon_that_is_started_again_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:
+def test_a_restarted_daemon_continues_jobs_and_answers_no_line_twice(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(60))
     right = undisturbed(tmp_path / "alone", file)
     data, before = tmp_path / "data", 0
@@ -259,7 +259,7 @@ def test_a_daemon_that_is_started_again_goes_on_and_answers_nothing_twice(tmp_pa
         assert words(daemon, "j") == right
 
 
-def test_what_may_not_follow_is_refused_and_disturbs_nothing(
+def test_forbidden_calls_during_a_job_are_refused_and_do_not_disturb_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, right, num_calls = threading.Event(), LineReader.read_all, 0
@@ -285,7 +285,7 @@ def test_what_may_not_follow_is_refused_and_disturbs_nothing(
         assert daemon.call(daemon.batch.cancel("", "j")).outcome is JobOutcome.CHECKED
 
 
-def test_a_run_that_fails_leaves_nothing_in_the_engine(
+def test_a_failed_job_leaves_no_turns_in_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rig(tmp_path, SLOW, turns_max="8") as daemon:
@@ -306,7 +306,7 @@ def test_a_run_that_fails_leaves_nothing_in_the_engine(
         wait_for(lambda: not running())
 
 
-def test_a_job_has_as_many_turns_as_fit_and_a_chat_is_answered_at_once(tmp_path: Path) -> None:
+def test_a_chat_is_answered_at_once_while_a_job_fills_the_engine(tmp_path: Path) -> None:
     file = file_of(line(number, body={"max_tokens": 100}) for number in range(200))
     right = undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW) as daemon:
@@ -318,7 +318,7 @@ def test_a_job_has_as_many_turns_as_fit_and_a_chat_is_answered_at_once(tmp_path:
         assert words(daemon, "j") == right
 
 
-def test_tenants_have_their_turns(tmp_path: Path) -> None:
+def test_jobs_of_different_tenants_take_turns(tmp_path: Path) -> None:
     with rig(tmp_path, SLOW, turns_max="2") as daemon:
         for number in range(3):
             send(daemon, f"a{number}", file_of(line(each) for each in range(6)), tenant="a")
@@ -328,7 +328,7 @@ def test_tenants_have_their_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["PRAGMA user_version = 77", "UPDATE job SET state = 'lost'"])
-def test_a_job_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, damage: str) -> None:
+def test_an_unreadable_job_is_left_unchanged(tmp_path: Path, damage: str) -> None:
     file = file_of([line(1)])
     with rig(tmp_path) as daemon:
         send(daemon, "j", file)
@@ -344,12 +344,12 @@ def test_a_job_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, damage: str)
         until_ended(daemon, "other")
 
 
-def test_a_file_of_blank_lines_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_file_with_too_many_blank_lines_is_refused(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon, pytest.raises(InvalidArgument, match="at most 200,000 lines"):
         send(daemon, "j", b"\n" * 300_000)
 
 
-def test_what_is_on_its_way_counts_for_a_tenants_storage(tmp_path: Path) -> None:
+def test_running_uploads_count_towards_a_tenants_storage_limit(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(4))
     limits = {"a": Limits(storage_bytes=3 * len(file))}
 
@@ -370,7 +370,7 @@ def test_what_is_on_its_way_counts_for_a_tenants_storage(tmp_path: Path) -> None
         assert 0 < len(found) - len(refused) < 3, found
 
 
-def test_a_client_that_leaves_at_once_leaves_no_job(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_at_once_leaves_no_job(tmp_path: Path) -> None:
     async def leaves(jobs: Any) -> None:
         async def nothing() -> AsyncIterator[bytes]:
             await asyncio.sleep(60.0)
@@ -389,7 +389,7 @@ def test_a_client_that_leaves_at_once_leaves_no_job(tmp_path: Path) -> None:
         assert until_ended(daemon, "j").num_answered == 1
 
 
-def test_a_full_disk_stops_a_job_and_not_the_chats(
+def test_a_full_disk_stops_a_job_but_no_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rig(tmp_path, SLOW, turns_max="4") as daemon:
@@ -409,7 +409,7 @@ def test_a_full_disk_stops_a_job_and_not_the_chats(
         assert (ended.num_answered, ended.problem) == (12, "")
 
 
-def test_files_that_are_not_what_was_said_leave_no_job(tmp_path: Path) -> None:
+def test_files_that_contradict_their_header_leave_no_job(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon:
         file = file_of([line(1)])
         for fields, field in (
@@ -429,7 +429,7 @@ def test_files_that_are_not_what_was_said_leave_no_job(tmp_path: Path) -> None:
             view(daemon, "j", tenant="another")
 
 
-def test_a_line_that_is_too_long_is_refused_by_its_number(tmp_path: Path) -> None:
+def test_the_error_for_a_line_that_is_too_long_has_its_number(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of([line(1), "x" * (9 << 20), line(3)]))
         ended = until_ended(daemon, "j")

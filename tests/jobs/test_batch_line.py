@@ -37,7 +37,7 @@ def refused(given: Any, **more: Any) -> LineError:
     return found
 
 
-def test_a_line_is_a_request() -> None:
+def test_a_line_is_read_as_a_request() -> None:
     found = read(LINE)
     assert isinstance(found, BatchLine)
     assert (found.line, found.custom_id) == (7, "a-1")
@@ -55,12 +55,12 @@ def test_each_endpoint_has_its_url() -> None:
         assert found.request.kind == url
 
 
-def test_a_blank_line_is_nothing() -> None:
+def test_a_blank_line_is_ignored() -> None:
     assert read(b"") is None
     assert read(b" \t\r\n") is None
 
 
-def test_a_line_may_end_as_lines_do_and_the_first_may_have_a_byte_order_mark() -> None:
+def test_a_line_may_end_with_crlf_and_the_first_may_have_a_byte_order_mark() -> None:
     text = json.dumps(LINE).encode()
     assert isinstance(read(text + b"\r\n"), BatchLine)
     assert isinstance(read(b"\xef\xbb\xbf" + text, number=1), BatchLine)
@@ -84,7 +84,7 @@ def test_a_line_may_end_as_lines_do_and_the_first_may_have_a_byte_order_mark() -
         (b'{"a": ' + b"1" * 5_000 + b"}", "the line holds a number that is too large"),
     ],
 )
-def test_a_line_that_is_not_json_is_named_by_its_number(text: bytes, message: str) -> None:
+def test_the_error_for_a_line_that_is_not_json_has_its_number(text: bytes, message: str) -> None:
     found = refused(text)
     assert found.message.startswith(message)
     assert found[:3] == (7, None, "invalid_json_line")
@@ -98,7 +98,7 @@ def test_text_may_hold_any_number_of_brackets_and_quotes() -> None:
     assert found.request.turn.messages == (Message("user", content),)
 
 
-def test_a_line_has_a_largest_size() -> None:
+def test_a_line_that_is_too_large_is_refused() -> None:
     found = refused(b'"' + b"x" * (8 << 20) + b'"')
     assert (found.line, found.custom_id, found.code) == (7, None, "line_too_large")
 
@@ -177,14 +177,14 @@ def test_a_line_has_a_largest_size() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_line_is_named(
+def test_the_error_of_a_line_names_the_parameter_and_the_problem(
     members: dict[str, Any], custom_id: str | None, code: str, param: str | None, problem: str
 ) -> None:
     found = refused(LINE | members)
     assert found == LineError(7, custom_id, code, f"{param}: {problem}", param)
 
 
-def test_a_url_is_one_that_is_known_and_the_jobs() -> None:
+def test_an_unknown_url_or_one_of_another_endpoint_is_refused() -> None:
     found = refused(LINE | {"url": "/v1/embeddings"})
     assert (found.code, found.param) == ("invalid_url", "url")
     assert found.message.startswith("url: '/v1/embeddings' is not one of /v1/chat/completions, ")
@@ -193,17 +193,17 @@ def test_a_url_is_one_that_is_known_and_the_jobs() -> None:
     assert found.message == "url: must be /v1/responses in this job"
 
 
-def test_a_custom_id_that_utf_8_cannot_express_is_refused() -> None:
+def test_a_custom_id_that_utf8_cannot_encode_is_refused() -> None:
     text = json.dumps(LINE).replace("a-1", "\\ud800").encode()
     found = refused(text)
     assert (found.custom_id, found.param) == (None, "custom_id")
 
 
-def test_other_members_of_a_line_pass() -> None:
+def test_unknown_members_of_a_line_are_ignored() -> None:
     assert isinstance(read(LINE | {"note": "mine"}), BatchLine)
 
 
-def test_what_a_line_quotes_is_short() -> None:
+def test_errors_quote_only_a_short_part_of_a_line() -> None:
     found = refused(LINE | {"body": BODY | {"x" * 100_000: 1}})
     assert len(found.message) <= 400
     assert len(found.param or "") <= 200
@@ -217,7 +217,7 @@ def batch_line() -> BatchLine:
     return found
 
 
-def test_what_template_context_or_engine_refuse_is_named_like_that() -> None:
+def test_refusals_of_the_template_context_or_engine_become_line_errors() -> None:
     assert error_of_request(batch_line(), InvalidArgument("role", "no tools")) == LineError(
         7, "a-1", "invalid_value", "body.messages: no tools", "body.messages"
     )
@@ -233,7 +233,7 @@ def test_what_template_context_or_engine_refuse_is_named_like_that() -> None:
     )
 
 
-def test_lines_of_the_output() -> None:
+def test_lines_of_the_output_have_openais_format() -> None:
     assert answer_line("j-1", "a-1", {"id": "x"}, "r-1") == {
         "id": "batch_req_j-1",
         "custom_id": "a-1",
@@ -254,7 +254,7 @@ def test_lines_of_the_output() -> None:
     }
 
 
-def test_a_written_line_is_one_line_to_every_reader() -> None:
+def test_a_written_line_has_no_line_break_for_any_reader() -> None:
     value = {"text": "a\nb\u2028c\x85d\u2029e\x0bf — 😀"}
     line = one_line(value)
     assert line.endswith(b"}\n")

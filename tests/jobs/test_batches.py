@@ -79,7 +79,7 @@ def by_custom_id(text: str) -> Mapping[str, Any]:
     return {each["custom_id"]: each for each in rows}
 
 
-def test_openais_client_uploads_a_file_and_has_it_answered(client: openai.OpenAI) -> None:
+def test_openais_client_uploads_a_file_and_gets_its_answers(client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", FILE), purpose="batch")
     assert (file.object, file.purpose, file.filename) == ("file", "batch", "in.jsonl")
     assert file.bytes == len(FILE)
@@ -143,14 +143,14 @@ def test_a_batch_names_its_results_once_it_has_ended(state: JobState) -> None:
     assert (shown["output_file_id"], shown["error_file_id"]) == (output, errors)
 
 
-def test_what_is_wrong_with_a_file_is_known_before_it_is_a_batch(client: openai.OpenAI) -> None:
+def test_errors_of_a_file_are_reported_before_a_batch_uses_it(client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", FILE), purpose="batch")
     wait_for(lambda: client.files.retrieve(file.id).status_details)
     assert "2 of 4" in (client.files.retrieve(file.id).status_details or "")
     assert file.id not in {each.id for each in client.batches.list()}
 
 
-def test_a_long_file_comes_back_as_it_was_sent(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_long_file_is_returned_unchanged(door: HttpRig, client: openai.OpenAI) -> None:
     long = b"".join(line(f"l{number}", "word " * 40) for number in range(4_000))
     assert len(long) > 1 << 20
     file = client.files.create(file=("long.jsonl", long), purpose="batch")
@@ -191,7 +191,7 @@ def test_a_batch_can_be_cancelled_and_deleted(door: HttpRig, client: openai.Open
         client.batches.retrieve(batch.id)
 
 
-def test_a_file_of_results_goes_with_its_batch(client: openai.OpenAI) -> None:
+def test_a_file_of_results_can_only_be_deleted_with_its_batch(client: openai.OpenAI) -> None:
     file = client.files.create(file=("one.jsonl", line("a")), purpose="batch")
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -203,7 +203,7 @@ def test_a_file_of_results_goes_with_its_batch(client: openai.OpenAI) -> None:
     assert client.files.content(output).text
 
 
-def test_a_job_of_grpc_is_a_batch_whose_file_is_its_lines(
+def test_a_job_created_over_grpc_is_a_batch_with_its_lines_as_file(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     async def chunks() -> Any:
@@ -230,7 +230,7 @@ def test_a_job_of_grpc_is_a_batch_whose_file_is_its_lines(
         ((PURPOSE, ('name="file"; filename="e"', b"")), "no requests"),
     ],
 )
-def test_a_form_that_is_none_leaves_no_file(door: HttpRig, parts: Any, says: str) -> None:
+def test_an_invalid_form_leaves_no_file(door: HttpRig, parts: Any, says: str) -> None:
     before = door.ask("GET", "/v1/files?purpose=batch").value["data"]
     refused = upload(door, *parts)
     assert refused.status == 400
@@ -238,11 +238,11 @@ def test_a_form_that_is_none_leaves_no_file(door: HttpRig, parts: Any, says: str
     assert door.ask("GET", "/v1/files?purpose=batch").value["data"] == before
 
 
-def test_fields_may_come_behind_the_file(door: HttpRig) -> None:
+def test_form_fields_may_follow_the_file(door: HttpRig) -> None:
     assert upload(door, SENT, PURPOSE).value["bytes"] == len(FILE)
 
 
-def test_what_is_asked_wrongly_is_refused(door: HttpRig, client: openai.OpenAI) -> None:
+def test_invalid_requests_are_refused(door: HttpRig, client: openai.OpenAI) -> None:
     def make(**members: Any) -> Answer:
         body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **members}
         return door.ask("POST", "/v1/batches", body)
@@ -263,7 +263,7 @@ def test_what_is_asked_wrongly_is_refused(door: HttpRig, client: openai.OpenAI) 
     assert plain.error["param"] == "content-type"
 
 
-def test_tenants_have_their_own(tmp_path: Path) -> None:
+def test_a_tenant_sees_only_its_own_files_and_batches(tmp_path: Path) -> None:
     names = ("ada", "bob")
     tokens = [Token(hashlib.sha256(name.encode()).digest(), name) for name in names]
     audit_log = tmp_path / "audit.log"
@@ -286,13 +286,13 @@ def test_tenants_have_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
+def test_a_daemon_without_jobs_answers_404(tmp_path: Path) -> None:
     with http_rig(tmp_path / "data") as door:
         assert door.ask("GET", "/v1/batches").status == 404
         assert upload(door, PURPOSE, SENT).status == 404
 
 
-def test_sizes_of_results_are_read_once_and_a_list_is_a_page(
+def test_sizes_of_results_are_read_once_and_lists_are_paged(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     file = client.files.create(file=("in.jsonl", FILE), purpose="batch")
@@ -321,7 +321,7 @@ def test_sizes_of_results_are_read_once_and_a_list_is_a_page(
     assert len(list(client.files.list(limit=10_000))) > 100
 
 
-def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_list_stops_when_its_client_disconnects(door: HttpRig, client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
     for _ in range(3):
         batch = client.batches.create(

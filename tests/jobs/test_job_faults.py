@@ -72,7 +72,7 @@ FAULTS = {
 @pytest.mark.parametrize("driver", DRIVERS[:1], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ACTS)
-def test_an_operation_on_a_job_happens_or_does_not(
+def test_an_operation_on_a_job_happens_completely_or_not_at_all(
     tmp_path: Path, driver: Any, name: str, fault: str
 ) -> None:
     act = ACTS[name]
@@ -204,7 +204,7 @@ def flip(path: Path, text: bytes) -> None:
     path.write_bytes(content.replace(text, bytes([text[0] ^ 1]) + text[1:]))
 
 
-def test_a_damaged_job_is_named_and_can_be_deleted_and_the_others_go_on(
+def test_a_damaged_job_is_named_and_deletable_and_other_jobs_continue(
     tmp_path: Path, driver: Any
 ) -> None:
     with open_in(tmp_path, driver) as store:
@@ -230,9 +230,7 @@ def numbers_of(store: JobStore) -> Callable[[JobKey], object]:
     return lambda key: numbers(store, key)
 
 
-def test_a_page_that_is_damaged_under_an_open_store_fails_that_job_alone(
-    tmp_path: Path, driver: Any
-) -> None:
+def test_a_page_damaged_under_an_open_store_fails_only_its_job(tmp_path: Path, driver: Any) -> None:
     with open_in(tmp_path, driver) as store:
         sent(store, num_lines=2000, text="x" * 200)
         sent(store, JobKey("", "other"))
@@ -264,7 +262,7 @@ def edit(path: Path, driver: Any, statement: str) -> None:
         ("UPDATE job SET job_id = 'moved'", StoreError, "has the wrong name for its job"),
     ],
 )
-def test_a_file_that_is_not_ours_to_read_is_left_as_it_is(
+def test_a_file_of_another_program_or_version_is_left_unchanged(
     tmp_path: Path, driver: Any, statement: str, error: type[PensieveError], words: str
 ) -> None:
     with open_in(tmp_path, driver) as store:
@@ -280,7 +278,7 @@ def test_a_file_that_is_not_ours_to_read_is_left_as_it_is(
     assert file_of(tmp_path).read_bytes() == before
 
 
-def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, driver: Any) -> None:
+def test_foreign_files_in_the_folder_are_left_unchanged(tmp_path: Path, driver: Any) -> None:
     with open_in(tmp_path, driver) as store:
         sent(store)
     for name in ("notes.txt", "x.db", "x.db-wal", f"{'a' * 31}.db-wal"):
@@ -294,7 +292,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, driver: An
     assert not gone.exists()
 
 
-def test_a_folder_that_cannot_be_made_is_unavailable(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_raises_unavailable(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_text("")
     with pytest.raises(StoreUnavailable, match=r"jobs cannot be used: File exists"):
         JobStore.open(tmp_path)

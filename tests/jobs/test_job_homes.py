@@ -93,7 +93,7 @@ def both(tmp_path: Path) -> Iterator[Both]:
         yield Both(rigs)
 
 
-def test_files_and_batches_are_had_at_any_daemon(both: Both) -> None:
+def test_any_daemon_serves_all_files_and_batches(both: Both) -> None:
     file_id = both.upload(ONE, BROKEN)
     wait_for(lambda: both.ask(TWO, "GET", f"/v1/files/{file_id}").value["status_details"])
     described = both.ask(ONE, "GET", f"/v1/files/{file_id}")
@@ -224,11 +224,11 @@ def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
 
 
 @pytest.mark.parametrize("path", [job_homes.LIST_PATH, job_homes.SIZES_PATH])
-def test_what_daemons_list_for_each_other_is_not_for_clients(both: Both, path: str) -> None:
+def test_internal_lists_between_daemons_are_not_served_to_clients(both: Both, path: str) -> None:
     assert both.ask(ONE, "GET", path).status == 404
 
 
-def test_jobs_are_controlled_over_grpc_at_any_daemon(both: Both) -> None:
+def test_jobs_can_be_controlled_over_grpc_at_any_daemon(both: Both) -> None:
     made = both.create(ONE, "nightly")
     service = both.services[TWO]
     with pytest.raises(grpc.RpcError) as failed:
@@ -297,7 +297,7 @@ def test_the_error_names_an_unreachable_daemon_and_its_jobs_return_with_the_daem
             assert both.ids(TWO, "/v1/files") == [file_id]
 
 
-def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
+def test_jobs_of_a_lost_daemon_are_forgotten_after_the_usual_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_jobs, "FORGET_SECONDS", 0.05)
@@ -309,7 +309,7 @@ def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
         wait_for(lambda: both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 404)
 
 
-def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
+def test_the_error_names_a_killed_daemon_after_its_lease_has_expired(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the lease expires, the killed daemon may restart."""
@@ -331,7 +331,7 @@ def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     assert num_looks > 2
 
 
-def test_jobs_that_came_before_the_history_was_shared_are_found(tmp_path: Path) -> None:
+def test_jobs_created_before_the_history_was_shared_are_found(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"batch_jobs": JobsConfig()}
     with DaemonRig(tmp_path / "one", **shape) as alone:
         service = jobs_pb2_grpc.JobServiceStub(alone.channel)
@@ -358,7 +358,7 @@ async def in_store(rig: DaemonRig, function: Any) -> Any:
 
 
 @pytest.mark.parametrize("secret", ["", "a secret that all daemons of a cluster have"])
-def test_a_tenant_has_its_own_jobs_alone_at_any_daemon(tmp_path: Path, secret: str) -> None:
+def test_a_tenant_sees_only_its_own_jobs_at_any_daemon(tmp_path: Path, secret: str) -> None:
     names = (("ann", "ann", False), ("bob", "bob", False), ("admin", "", True))
     tokens = [
         Token(hashlib.sha256(name.encode()).digest(), tenant, admin, name=name)

@@ -142,7 +142,7 @@ def test_a_job_from_its_file_to_its_results(rig: JobsRig) -> None:
     assert refused(lambda: rig.service.GetJob(request, metadata=ACME)) == ("NOT_FOUND", "")
 
 
-def test_a_job_that_is_paused_resumed_and_cancelled(rig: JobsRig) -> None:
+def test_a_job_can_be_paused_resumed_and_cancelled(rig: JobsRig) -> None:
     rig.create(pb.JobHeader(job_id="steered"), FILE)
     seen = []
     method: Any
@@ -165,7 +165,7 @@ def test_a_job_that_is_paused_resumed_and_cancelled(rig: JobsRig) -> None:
     )
 
 
-def test_a_check_computes_nothing(rig: JobsRig) -> None:
+def test_a_check_only_job_computes_nothing(rig: JobsRig) -> None:
     job = rig.create(pb.JobHeader(job_id="checked", check_only=True), FILE)
     assert (job.outcome, job.check_only) == (pb.JOB_OUTCOME_CHECKED, True)
     assert (job.num_refused, job.num_answered) == (1, 0)
@@ -182,7 +182,7 @@ HEADERS = [
 
 
 @pytest.mark.parametrize(("header", "field"), HEADERS, ids=[field for _, field in HEADERS])
-def test_a_header_that_cannot_be_is_refused_by_its_field(
+def test_the_error_for_an_invalid_header_names_the_field(
     rig: JobsRig, header: pb.JobHeader, field: str
 ) -> None:
     before = len(rig.service.ListJobs(pb.ListJobsRequest(), metadata=ACME).jobs)
@@ -190,7 +190,7 @@ def test_a_header_that_cannot_be_is_refused_by_its_field(
     assert len(rig.service.ListJobs(pb.ListJobsRequest(), metadata=ACME).jobs) == before
 
 
-def test_what_is_no_file_of_a_job_is_refused(rig: JobsRig) -> None:
+def test_an_invalid_sequence_of_upload_messages_is_refused(rig: JobsRig) -> None:
     header = pb.CreateJobRequest(header=pb.JobHeader(job_id="odd"))
     chunk = pb.CreateJobRequest(chunk=b"{}\n")
     large = pb.CreateJobRequest(chunk=b"x" * (1 << 20) + b"x")
@@ -211,7 +211,7 @@ def test_what_is_no_file_of_a_job_is_refused(rig: JobsRig) -> None:
     )
 
 
-def test_an_id_that_is_taken_is_refused_and_one_that_is_not_given_is_drawn(rig: JobsRig) -> None:
+def test_a_used_job_id_is_refused_and_a_missing_one_is_generated(rig: JobsRig) -> None:
     rig.create(pb.JobHeader(job_id="taken"), FILE)
     assert refused(lambda: rig.create(pb.JobHeader(job_id="taken"), FILE)) == ("ALREADY_EXISTS", "")
     drawn = {rig.create(pb.JobHeader(), FILE).job_id for _ in range(2)}
@@ -235,7 +235,7 @@ def test_an_interrupted_upload_leaves_no_job(rig: JobsRig) -> None:
     wait_for(lambda: JobKey("acme", "left") not in rig.states())
 
 
-def test_one_tenant_sends_few_files_at_a_time(rig: JobsRig) -> None:
+def test_the_number_of_simultaneous_uploads_of_a_tenant_is_limited(rig: JobsRig) -> None:
     end = threading.Event()
 
     def parts(number: int) -> Iterator[pb.CreateJobRequest]:
@@ -256,7 +256,7 @@ def test_one_tenant_sends_few_files_at_a_time(rig: JobsRig) -> None:
     assert rig.create(header, FILE, who=OTHER).num_lines == 8
 
 
-def test_a_tenant_has_its_own_jobs_and_an_operator_those_of_all(rig: JobsRig) -> None:
+def test_a_tenant_sees_only_its_own_jobs_and_an_operator_sees_all(rig: JobsRig) -> None:
     rig.create(pb.JobHeader(job_id="mine"), FILE)
     service, get = rig.service, pb.GetJobRequest(job_id="mine")
     named = pb.GetJobRequest(job_id="mine", tenant="acme")
@@ -280,7 +280,7 @@ def test_a_tenant_has_its_own_jobs_and_an_operator_those_of_all(rig: JobsRig) ->
         assert job.state == pb.JOB_STATE_RUNNING
 
 
-def test_jobs_are_listed_by_pages_the_newest_first(rig: JobsRig) -> None:
+def test_jobs_are_listed_in_pages_newest_first(rig: JobsRig) -> None:
     created = [rig.create(pb.JobHeader(), FILE).job_id for _ in range(5)]
     request = pb.ListJobsRequest(page_size=2)
     found: list[str] = []
@@ -316,7 +316,7 @@ def test_a_watch_shows_each_change_and_ends_with_the_job(rig: JobsRig) -> None:
     assert [each.job.state for each in again] == [pb.JOB_STATE_ENDED]
 
 
-def test_a_line_larger_than_a_message_comes_in_pieces(rig: JobsRig) -> None:
+def test_a_result_larger_than_a_message_is_sent_in_pieces(rig: JobsRig) -> None:
     """Each piece says which lines are complete so far."""
     large = json.dumps({"custom_id": "large", "q": "x" * (9 << 20)}).encode()
     chunks = [large[at : at + (1 << 20)] for at in range(0, len(large), 1 << 20)]
@@ -331,7 +331,7 @@ def test_a_line_larger_than_a_message_comes_in_pieces(rig: JobsRig) -> None:
     assert [piece.last_line for piece in pieces] == [1] * (len(pieces) - 1) + [2]
 
 
-def test_deletions_and_what_an_operator_does_are_in_the_audit_log(rig: JobsRig) -> None:
+def test_the_audit_log_has_deletions_and_actions_of_operators(rig: JobsRig) -> None:
     rig.create(pb.JobHeader(job_id="audited"), FILE)
     own = pb.CancelJobRequest(job_id="audited")
     rig.service.PauseJob(pb.PauseJobRequest(job_id="audited", tenant="acme"), metadata=OPERATOR)
@@ -353,7 +353,7 @@ def test_deletions_and_what_an_operator_does_are_in_the_audit_log(rig: JobsRig) 
     assert (deleted["event"], deleted["tenant"], deleted["outcome"]) == ("delete", "acme", "OK")
 
 
-def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
+def test_a_daemon_without_jobs_reports_that_jobs_are_off(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         service = jobs_pb2_grpc.JobServiceStub(rig.channel)
         with pytest.raises(grpc.RpcError) as error:

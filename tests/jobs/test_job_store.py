@@ -125,7 +125,7 @@ def test_only_legal_transitions_are_made(jobs: JobStore, before: JobState, after
         assert jobs.get(KEY).state is before
 
 
-def test_the_same_end_again_changes_nothing(jobs: JobStore) -> None:
+def test_ending_a_job_again_changes_nothing(jobs: JobStore) -> None:
     sent(jobs)
     first = jobs.set_state(KEY, JobState.ENDED, JobOutcome.FAILED, "no model")
     assert first.problem == "no model"
@@ -141,7 +141,7 @@ def test_a_job_with_pending_lines_is_not_completed(jobs: JobStore) -> None:
     jobs.set_state(KEY, JobState.ENDED, JobOutcome.COMPLETED)
 
 
-def test_a_line_has_one_result_and_the_first_stays(jobs: JobStore) -> None:
+def test_a_line_keeps_its_first_result(jobs: JobStore) -> None:
     sent(jobs)
     jobs.answer(KEY, [answer(1), answer(3)])
     job = jobs.answer(KEY, [answer(1, "other"), answer(2)])
@@ -152,16 +152,14 @@ def test_a_line_has_one_result_and_the_first_stays(jobs: JobStore) -> None:
     assert job.usage == JobUsage(300, 180, 21)  # only of the kept results
 
 
-def test_a_result_of_a_line_that_is_not_there_is_a_mistake_of_the_program(
-    jobs: JobStore, driver: Any
-) -> None:
+def test_a_result_for_a_missing_line_raises_integrity_error(jobs: JobStore, driver: Any) -> None:
     sent(jobs)
     with pytest.raises(driver.IntegrityError):
         jobs.answer(KEY, [answer(1), answer(6)])
     assert results(jobs) == []
 
 
-def test_what_a_state_does_not_allow_is_refused(jobs: JobStore) -> None:
+def test_operations_that_the_jobs_state_forbids_are_refused(jobs: JobStore) -> None:
     jobs.create(NewJob(KEY))
     jobs.append_lines(KEY, [line(1)])
     with pytest.raises(WrongJobState, match="is receiving"):
@@ -196,7 +194,7 @@ def test_a_custom_id_belongs_to_the_first_line_that_has_it(jobs: JobStore) -> No
     assert (jobs.name_lines(KEY, first), jobs.name_lines(KEY, second)) == wanted
 
 
-def test_two_tenants_may_use_one_id_and_neither_sees_the_other(jobs: JobStore) -> None:
+def test_two_tenants_may_use_the_same_job_id_separately(jobs: JobStore) -> None:
     sent(jobs, KEY, 2)
     sent(jobs, OTHER, 3)
     jobs.answer(OTHER, [answer(3)])
@@ -213,7 +211,7 @@ def test_two_tenants_may_use_one_id_and_neither_sees_the_other(jobs: JobStore) -
     assert jobs.stored_bytes("acme") == 0
 
 
-def test_ids_are_checked_and_taken_once(jobs: JobStore) -> None:
+def test_invalid_or_used_job_ids_are_refused(jobs: JobStore) -> None:
     for job_id in ("", "a/b", "a b", "x" * 129):
         with pytest.raises(InvalidArgument, match="job_id"):
             jobs.create(NewJob(JobKey("", job_id)))
@@ -239,7 +237,7 @@ def test_jobs_are_listed_in_the_order_of_their_creation_also_after_a_restart(
     assert jobs.create(NewJob(KEY)).number == 21
 
 
-def test_few_files_are_open_at_a_time(jobs: JobStore) -> None:
+def test_the_number_of_open_files_is_limited(jobs: JobStore) -> None:
     keys = [JobKey("", f"j{number}") for number in range(3 * OPEN_MAX)]
     for key in keys:
         sent(jobs, key)
@@ -250,7 +248,7 @@ def test_few_files_are_open_at_a_time(jobs: JobStore) -> None:
     assert len(beside) == OPEN_MAX
 
 
-def test_nothing_of_a_deleted_job_is_on_the_disk(jobs: JobStore, tmp_path: Path) -> None:
+def test_a_deleted_job_leaves_nothing_on_the_disk(jobs: JobStore, tmp_path: Path) -> None:
     secret = JobKey("", "SECRET-id")
     sent(jobs, KEY, text="keep")
     jobs.create(NewJob(secret, "SECRET-name", "", {"x": "SECRET-option"}))
@@ -270,7 +268,7 @@ def test_nothing_of_a_deleted_job_is_on_the_disk(jobs: JobStore, tmp_path: Path)
     assert jobs.create(NewJob(secret)).num_lines == 0  # the id is free again
 
 
-def test_jobs_that_ended_long_ago_are_forgotten_a_few_at_a_time(jobs: JobStore) -> None:
+def test_old_jobs_are_forgotten_a_few_at_a_time(jobs: JobStore) -> None:
     keys = [JobKey("", f"j{number}") for number in range(4)]
     for key in keys:
         sent(jobs, key, 1)
@@ -284,7 +282,7 @@ def test_jobs_that_ended_long_ago_are_forgotten_a_few_at_a_time(jobs: JobStore) 
     assert [job.key for job in jobs.list_jobs()] == [keys[3]]
 
 
-def test_pages_end_by_bytes_and_leave_nothing_out(jobs: JobStore) -> None:
+def test_pages_are_limited_by_bytes_and_skip_nothing(jobs: JobStore) -> None:
     large = b"x" * 600_000
     jobs.create(NewJob(KEY))
     jobs.append_lines(KEY, [JobLine(number, large) for number in range(1, 4)])
@@ -326,7 +324,7 @@ def test_fifty_thousand_lines_are_answered_in_chunks_out_of_order(jobs: JobStore
     assert num_read == num_lines
 
 
-def test_another_thread_at_the_same_time_is_a_mistake_of_the_program(jobs: JobStore) -> None:
+def test_using_a_job_from_two_threads_at_once_raises_runtime_error(jobs: JobStore) -> None:
     sent(jobs)
     with jobs._reading(KEY), pytest.raises(RuntimeError, match="the job is being used by another"):
         jobs.pending_lines(KEY)
@@ -340,7 +338,7 @@ def test_a_closed_store_opens_its_files_again(jobs: JobStore) -> None:
     assert results(jobs) == [(2, "yes 2")]
 
 
-def test_a_jobs_lines_stay_readable_whatever_became_of_them(jobs: JobStore) -> None:
+def test_all_lines_of_an_ended_job_stay_readable(jobs: JobStore) -> None:
     sent(jobs, num_lines=5)
     jobs.answer(KEY, [answer(2)])
     jobs.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED)
@@ -350,7 +348,7 @@ def test_a_jobs_lines_stay_readable_whatever_became_of_them(jobs: JobStore) -> N
     assert found == [line(number) for number in range(1, 6)]
 
 
-def test_results_are_as_long_as_the_files_that_they_become(jobs: JobStore) -> None:
+def test_result_bytes_equals_the_size_of_the_result_files(jobs: JobStore) -> None:
     sent(jobs, num_lines=5)
     assert jobs.result_bytes(KEY) == (0, 0)
     jobs.answer(KEY, [answer(1), answer(3, "ä")])

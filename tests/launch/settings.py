@@ -1,4 +1,4 @@
-"""Settings as a configuration file and the environment give them."""
+"""Resolve settings as if each were given as a flag, with an empty environment."""
 
 from __future__ import annotations
 

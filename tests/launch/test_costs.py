@@ -56,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path)
 
 
-def test_without_a_profile_costs_are_estimated_and_the_line_says_how_to_make_one(
+def test_without_a_profile_costs_are_estimated_and_the_log_says_how_to_make_one(
     place: Place,
 ) -> None:
     found = place.costs()
@@ -81,7 +81,7 @@ def test_a_kept_profile_is_used(place: Place) -> None:
     )
 
 
-def test_the_file_of_cost_wins_over_a_kept_profile(place: Place, tmp_path: Path) -> None:
+def test_the_cost_file_takes_precedence_over_a_kept_profile(place: Place, tmp_path: Path) -> None:
     place.keep(place.key())
     fitted = replace(COST, dense_points=(), decode_points=(), chunk_costs=None, source="run.jsonl")
     path = tmp_path / "cost.json"
@@ -123,7 +123,7 @@ def test_a_profile_of_other_threads_types_or_models_is_not_used(
     assert "no profile of this model" in place.costs().in_words
 
 
-def test_a_profile_of_other_versions_is_not_used_and_the_line_says_so(place: Place) -> None:
+def test_a_profile_of_other_versions_is_not_used_and_the_log_says_so(place: Place) -> None:
     key = place.key()
     place.keep(key._replace(versions={"pensieve": "0.0.1", "torch": "1.0"}))
     ours = key.versions
@@ -134,7 +134,7 @@ def test_a_profile_of_other_versions_is_not_used_and_the_line_says_so(place: Pla
     )
 
 
-def test_a_damaged_profile_is_not_used_and_stops_no_start(place: Place) -> None:
+def test_a_damaged_profile_is_ignored(place: Place) -> None:
     key = place.key()
     place.keep(key)
     text = key.path.read_text()
@@ -146,7 +146,7 @@ def test_a_damaged_profile_is_not_used_and_stops_no_start(place: Place) -> None:
         assert str(key.path) in found.in_words
 
 
-def test_a_profile_that_another_key_wrote_under_this_name_is_not_used(place: Place) -> None:
+def test_a_profile_whose_contents_belong_to_another_key_is_not_used(place: Place) -> None:
     key = place.key()
     other = {**key.measured_with, "device": "a faster one"}
     profiles.write(
@@ -155,7 +155,7 @@ def test_a_profile_that_another_key_wrote_under_this_name_is_not_used(place: Pla
     assert "belongs to another model or configuration" in place.costs().in_words
 
 
-def test_a_profile_that_cannot_be_written_is_no_half_file(place: Place) -> None:
+def test_a_failed_write_leaves_the_old_profile(place: Place) -> None:
     key = place.key()
     place.keep(key)
     before = key.path.read_text()

@@ -12,7 +12,7 @@ from pensieve.config import machine
 from pensieve.launch.cpu_threads import SPIN_COUNT, prepare_threads
 
 
-def test_a_process_that_nobody_told_anything_spins_briefly() -> None:
+def test_by_default_threads_spin_only_briefly() -> None:
     environ: dict[str, str] = {}
     prepare_threads(environ)
     assert environ == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
@@ -27,7 +27,7 @@ def _no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     ("quota", "threads"),
     [(0.2, "1"), (1.4, "1"), (1.5, "2"), (3.0, "3"), (3.5, None), (64.0, None)],
 )
-def test_there_are_no_more_threads_than_the_quota_lets_run(
+def test_the_number_of_threads_is_limited_by_the_cpu_quota(
     quota: float, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
@@ -41,13 +41,13 @@ def test_there_are_no_more_threads_than_the_quota_lets_run(
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_what_the_operator_set_stays(name: str) -> None:
+def test_variables_set_by_the_operator_are_kept(name: str) -> None:
     environ = {name: "active"}
     prepare_threads(environ)
     assert environ == {name: "active"}
 
 
-def test_the_command_line_says_it_before_torch_is_loaded() -> None:
+def test_the_command_line_sets_the_spin_count_before_it_loads_torch() -> None:
     code = (
         "import os, sys\n"
         "from pensieve.cli.main import main\n"

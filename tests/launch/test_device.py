@@ -15,7 +15,7 @@ from pensieve.launch.model_ranks import chosen_device, usable_device
 from tests.launch.settings import settings_of
 
 
-def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chosen_device(settings_of()) == torch.device("cpu")
     with pytest.raises(ConfigError, match="finds no GPU"):
@@ -31,7 +31,7 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.Monke
         chosen_device(settings_of(device="cuda:1", tensor_parallel="2"))
 
 
-def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
+def test_auto_falls_back_to_the_cpu_if_the_gpu_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -53,7 +53,7 @@ def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
 
 
 @pytest.mark.parametrize("name", ["weights", "kv_dtype"])
-def test_int8_is_for_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_only_for_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -65,7 +65,7 @@ def test_int8_is_for_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == [f"computing on the CPU: {flag} int8 is only for CPUs: pass --device cpu"]
 
 
-def test_fp8_on_a_cpu_is_said_to_be_slow_also_where_a_gpu_cannot_be_used(
+def test_fp8_on_a_cpu_warns_that_it_is_slow_also_after_a_fallback_from_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -85,6 +85,6 @@ def test_fp8_on_a_cpu_is_said_to_be_slow_also_where_a_gpu_cannot_be_used(
     assert told[True] == ["computing on the CPU: the CUDA kernels need CuPy", slow]
 
 
-def test_a_type_of_kv_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_kv_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="int4"):
         settings_of(kv_dtype="int4")

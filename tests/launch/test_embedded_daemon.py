@@ -29,7 +29,7 @@ def embedded(
     return EmbeddedDaemon(settings_in(data), "a test", lines.append, program)
 
 
-def test_it_serves_a_private_socket_and_no_port(tmp_path: Path) -> None:
+def test_an_embedded_daemon_listens_on_a_private_socket_and_no_port(tmp_path: Path) -> None:
     with embedded(tmp_path, []) as daemon:
         assert daemon.address == f"unix:{tmp_path / 'admin.sock'}"
         assert daemon.server is not None
@@ -45,7 +45,7 @@ def test_it_serves_a_private_socket_and_no_port(tmp_path: Path) -> None:
         assert [each.role for each in store.messages("c")] == ["user", "assistant"]
 
 
-def test_a_folder_with_a_long_path_has_its_socket_elsewhere(
+def test_the_socket_of_a_folder_with_a_long_path_is_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -69,7 +69,7 @@ def test_a_folder_may_have_any_name(
         assert (data / "admin.sock").exists() is ("," not in name)
 
 
-def test_a_failure_of_the_start_is_raised_where_it_was_started(tmp_path: Path) -> None:
+def test_a_failed_start_raises_in_the_starting_thread(tmp_path: Path) -> None:
     with (
         ConversationStore.open(tmp_path / "held", "the first"),
         pytest.raises(StoreLocked, match="the first"),
@@ -87,7 +87,7 @@ def test_a_failure_of_the_start_is_raised_where_it_was_started(tmp_path: Path) -
     ConversationStore.open(tmp_path, "the next").close()
 
 
-def test_an_engine_that_loads_does_not_delay_the_end(tmp_path: Path) -> None:
+def test_an_embedded_daemon_ends_at_once_while_its_engine_loads(tmp_path: Path) -> None:
     """On Ctrl-C while the model loads, the engine process is killed and the data folder is released."""
     loading = (sys.executable, "-c", "import time; time.sleep(600)")
     daemon = embedded(tmp_path, [], loading)

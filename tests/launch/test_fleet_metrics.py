@@ -24,7 +24,7 @@ async def get(address: str, path: str) -> tuple[int, str]:
     return int(head.split()[1]), body.decode()
 
 
-def test_health_is_that_of_the_latest_scrape(tmp_path: Path) -> None:
+def test_health_reports_the_result_of_the_latest_scrape(tmp_path: Path) -> None:
     async def look(replica: Replica) -> list[int]:
         async with Fleet(FixedReplicas([replica]), seconds=3.0) as fleet:
             serving = FleetMetrics(fleet)
@@ -45,7 +45,7 @@ def test_health_is_that_of_the_latest_scrape(tmp_path: Path) -> None:
     assert asyncio.run(look(Replica("gone", f"127.0.0.1:{free_port()}"))) == [200, 0, 503]
 
 
-def test_it_is_for_this_machine_unless_others_are_wanted() -> None:
+def test_listening_for_other_machines_needs_the_insecure_flag() -> None:
     async def listen(address: str, insecure: bool) -> str:
         async with Fleet(FixedReplicas([Replica("a", "h:1")]), seconds=3.0) as fleet:
             serving = FleetMetrics(fleet)
@@ -59,7 +59,7 @@ def test_it_is_for_this_machine_unless_others_are_wanted() -> None:
     assert asyncio.run(listen("0.0.0.0:0", True)).startswith("0.0.0.0:")
 
 
-def test_replicas_may_not_take_longer_than_a_scrape() -> None:
+def test_a_replica_timeout_longer_than_a_scrape_is_refused() -> None:
     async def serve() -> None:
         async with Fleet(FixedReplicas([Replica("a", "h:1")]), seconds=4.0) as fleet:
             FleetMetrics(fleet)

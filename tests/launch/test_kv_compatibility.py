@@ -18,7 +18,7 @@ from tests.text.families import QWEN_2_5
 SHAPE = ModelShape(2, 4, 2, 16, 512, 256, torch.float32, 1000, 4000)
 
 
-def test_two_engines_of_one_model_are_the_same_wherever_it_lies(tmp_path: Path) -> None:
+def test_engines_of_the_same_model_are_compatible_wherever_its_folder_is(tmp_path: Path) -> None:
     one = write_model(tmp_path / "one", QWEN_2_5)
     other = shutil.copytree(one, tmp_path / "other")
     facts = [
@@ -29,7 +29,7 @@ def test_two_engines_of_one_model_are_the_same_wherever_it_lies(tmp_path: Path) 
     assert facts[0]["kv_scales"] == "none"
 
 
-def test_another_training_another_configuration_and_another_format_differ(tmp_path: Path) -> None:
+def test_other_weights_configurations_or_formats_are_incompatible(tmp_path: Path) -> None:
     one = write_model(tmp_path / "one", QWEN_2_5)
     trained = write_model(tmp_path / "trained", QWEN_2_5, seed=1)
     assert weights_digest(one) != weights_digest(trained)
@@ -54,7 +54,7 @@ def test_another_training_another_configuration_and_another_format_differ(tmp_pa
         assert here[differs] != there[differs]
 
 
-def test_a_change_of_one_tensor_is_seen(tmp_path: Path) -> None:
+def test_a_change_of_one_byte_changes_the_weights_digest(tmp_path: Path) -> None:
     one = write_model(tmp_path / "one", QWEN_2_5)
     before, (file,) = weights_digest(one), one.glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -63,7 +63,7 @@ def test_a_change_of_one_tensor_is_seen(tmp_path: Path) -> None:
     assert weights_digest(one) != before
 
 
-def test_several_ranks_and_huge_pages_hand_nothing_over(tmp_path: Path) -> None:
+def test_engines_with_several_ranks_or_huge_pages_hand_over_no_kv(tmp_path: Path) -> None:
     for written in ({"tensor_parallel": "2"}, {"pipeline_stages": "2"}):
         refused = kv_compatibility(settings_of(**written), tmp_path, SHAPE, "cpu", 4096)
         assert (refused.facts, refused.refusal) == (

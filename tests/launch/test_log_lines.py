@@ -29,7 +29,7 @@ def _restored() -> object:
     root.level, root.propagate, turns.level = before
 
 
-def test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end(tmp_path: Path) -> None:
+def test_an_unread_log_blocks_neither_turns_nor_the_end_of_the_daemon(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     theirs, ours = os.pipe()
     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -58,7 +58,7 @@ def test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end(tmp_path: Path) -> 
     assert len(written) <= PIPE_BYTES
 
 
-def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_log_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = os.pipe()
     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.write(ours, b"x" * PIPE_BYTES)
@@ -88,7 +88,7 @@ def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_turns_can_be_left_out_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_of_turns_can_be_switched_off(capfd: pytest.CaptureFixture[str]) -> None:
     for turns in (True, False):
         with log_lines.log_to_stderr("json", turns=turns):
             logging.getLogger("pensieve.turns").info("turn ended", extra={"figures": {"a": 1}})
@@ -113,7 +113,7 @@ def test_a_log_line_that_cannot_be_formatted_is_reported_and_blocks_no_other_lin
     assert lines[2]["message"] == "next"
 
 
-def test_a_pipe_that_does_not_block_loses_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_log_line_is_lost_on_a_non_blocking_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = os.pipe()
     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.set_blocking(ours, False)  # another process with this pipe may have done so

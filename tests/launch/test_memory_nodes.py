@@ -48,7 +48,7 @@ def machine(folder: Path, cpus_of_nodes: list[str], with_memory: str, allowed: s
     return [nodes, status]
 
 
-def test_numbers_as_linux_writes_them() -> None:
+def test_lists_of_nodes_in_linux_format_are_parsed() -> None:
     assert numbers("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
     assert numbers("\n") == set()
 
@@ -63,7 +63,7 @@ def test_numbers_as_linux_writes_them() -> None:
         (["0-15", "16-31", "32-47", "64-79"], "0-3", "0-3", {0, 1, 2}),
     ],
 )
-def test_nodes_count_that_have_processors_and_memory_for_this_process(
+def test_usable_nodes_have_processors_and_memory_for_this_process(
     cpus: list[str],
     with_memory: str,
     allowed: str,
@@ -75,7 +75,7 @@ def test_nodes_count_that_have_processors_and_memory_for_this_process(
     assert usable_nodes(*machine(tmp_path, cpus, with_memory, allowed)) == nodes
 
 
-def test_a_system_without_such_files_has_no_nodes(tmp_path: Path) -> None:
+def test_a_system_without_these_files_has_no_nodes(tmp_path: Path) -> None:
     assert usable_nodes(tmp_path / "nothing", tmp_path / "nothing") == set()
 
 
@@ -100,18 +100,18 @@ def reported(
 
 
 @on_linux
-def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_node_the_policy_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reported(monkeypatch, {0}) == ([], (DEFAULT, frozenset()))
 
 
 @on_linux
-def test_what_the_operator_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_set_by_the_operator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     bind = 2
     assert reported(monkeypatch, {0, 1}, before=bind) == ([], (bind, frozenset({0})))
 
 
 @on_linux
-def test_a_policy_that_the_kernel_refuses_is_said_and_the_engine_starts(
+def test_a_policy_refused_by_the_kernel_is_reported_and_the_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines, after = reported(monkeypatch, {1000, 1001})  # no machine has these nodes
@@ -121,7 +121,7 @@ def test_a_policy_that_the_kernel_refuses_is_said_and_the_engine_starts(
 
 
 @on_linux
-def test_pages_are_spread_by_the_kernels_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_spread_by_the_kernels_interleave_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = memory_nodes.set_policy
     monkeypatch.setattr(memory_nodes, "set_policy", lambda each: wanted((each[0], frozenset({0}))))
     lines, after = reported(monkeypatch, {0, 1})

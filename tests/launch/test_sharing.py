@@ -85,7 +85,7 @@ async def two(folder: Path) -> AsyncIterator[Two]:
                 await part.kill()
 
 
-def test_a_conversation_goes_on_at_the_other_daemon_token_for_token(tmp_path: Path) -> None:
+def test_a_conversation_continues_at_the_other_daemon_with_the_same_tokens(tmp_path: Path) -> None:
     asyncio.run(_talk(tmp_path))
 
 

@@ -28,7 +28,7 @@ def test_on_a_cpu_both_tiers_share_its_memory() -> None:
         tier_pages(settings_of(device_cache="40GiB", host_cache="40GiB"), PAGE_BYTES, None)
 
 
-def test_a_gpu_has_memory_of_its_own() -> None:
+def test_the_device_tier_uses_gpu_memory_and_the_host_tier_main_memory() -> None:
     assert tier_pages(settings_of(stream="off"), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
     given = settings_of(device_cache="50%", host_cache="60GiB", stream="off")
     assert tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
@@ -42,7 +42,7 @@ def test_a_gpu_has_memory_of_its_own() -> None:
         tier_pages(settings_of(), PAGE_BYTES, 0)
 
 
-def test_as_many_turns_run_as_memory_and_the_budget_have_room_for() -> None:
+def test_turns_max_follows_from_the_memory_and_the_token_budget() -> None:
     assert turns_max(settings_of(token_budget="512")) == 384
     assert turns_max(settings_of(token_budget="512"), 100_000) == 384
     assert turns_max(settings_of(token_budget="512"), 100) == 50
@@ -59,7 +59,7 @@ def test_staging_is_a_tenth_of_the_device_tier_in_two_arenas_for_one_layer() -> 
     assert staging_pages(settings_of(), TierPages(1000, 0), PAGE_BYTES, 32) == 0
 
 
-def test_on_a_gpu_staging_is_taken_from_what_is_left() -> None:
+def test_on_a_gpu_staging_uses_the_remaining_memory() -> None:
     alone = settings_of(stream="off")
     assert tier_pages(alone, PAGE_BYTES, 110 * GIB).device == 28_160
     assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_600
@@ -76,7 +76,7 @@ def test_streaming_without_a_host_tier_is_refused() -> None:
         staging_pages(settings_of(stream="on"), TierPages(1000, 0), PAGE_BYTES, 32)
 
 
-def test_a_device_tier_too_small_to_stage_streams_nothing_unless_it_is_asked_to() -> None:
+def test_a_device_tier_too_small_for_staging_streams_only_on_request() -> None:
     tiny = TierPages(4, 50)
     assert staging_pages(settings_of(), tiny, PAGE_BYTES, 2) == 0
     assert staging_pages(settings_of(stream="on"), tiny, PAGE_BYTES, 2) == 1

@@ -53,7 +53,7 @@ def test_the_compiler_and_training_of_torch_are_not_imported_to_load_a_model() -
         "float(torch._dynamo.is_compiling()) + 2",
     ],
 )
-def test_the_compiler_is_whole_when_something_asks_for_it(use: str) -> None:
+def test_torchs_compiler_works_when_something_uses_it(use: str) -> None:
     assert run(f"{LOADING}import torch\nprint({use})\nimport torch._dynamo.utils") == "2.0\n"
 
 
@@ -98,7 +98,7 @@ def test_a_start_that_fails_ends_the_process_that_was_started_early(tmp_path: Pa
     assert children[0].process.returncode == -signal.SIGKILL
 
 
-def test_a_start_says_how_long_each_stage_took(tmp_path: Path) -> None:
+def test_a_start_reports_the_time_of_each_stage(tmp_path: Path) -> None:
     lines: list[str] = []
     with EmbeddedDaemon(settings_in(tmp_path), "a test", lines.append):
         pass

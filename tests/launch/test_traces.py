@@ -66,7 +66,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     found.traces.close()
 
 
-def test_a_turn_is_a_span_with_the_names_for_generative_ai(watched: Watched) -> None:
+def test_a_turn_is_a_span_with_opentelemetrys_names_for_generative_ai(watched: Watched) -> None:
     said = watched.rig.ask("trip", "hello", sampling=SAMPLING)
     span = watched.only()
     assert (span.name, span.kind) == ("chat builtin", SpanKind.SERVER)
@@ -94,7 +94,7 @@ def test_a_turn_is_a_span_with_the_names_for_generative_ai(watched: Watched) -> 
     assert span.start_time <= admitted.timestamp <= token.timestamp <= span.end_time
 
 
-def test_a_later_turn_says_what_it_found(watched: Watched) -> None:
+def test_the_span_of_a_later_turn_has_its_cached_tokens(watched: Watched) -> None:
     watched.rig.ask("trip", "hello", sampling=SAMPLING)
     usage = watched.rig.ask("trip", "again", sampling=SAMPLING).completed.usage
     wait_for(lambda: len(watched.spans) == 2)
@@ -103,7 +103,7 @@ def test_a_later_turn_says_what_it_found(watched: Watched) -> None:
     assert found["gen_ai.usage.input_tokens"] == usage.device_tokens + usage.new_tokens
 
 
-def test_a_span_is_a_part_of_its_callers_trace(watched: Watched) -> None:
+def test_a_span_belongs_to_its_callers_trace(watched: Watched) -> None:
     request = pb.SendMessageRequest(
         conversation_id="trip",
         messages=[pb.NewMessage(content="hello")],
@@ -120,7 +120,7 @@ def test_a_span_is_a_part_of_its_callers_trace(watched: Watched) -> None:
 @pytest.mark.parametrize(
     "given", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{PARENT}-01" * 40]
 )
-def test_a_parent_that_is_none_begins_a_trace(watched: Watched, given: str) -> None:
+def test_an_invalid_traceparent_begins_a_new_trace(watched: Watched, given: str) -> None:
     request = pb.SendMessageRequest(
         conversation_id="trip", messages=[pb.NewMessage(content="hi")], create_if_missing=True
     )
@@ -128,7 +128,7 @@ def test_a_parent_that_is_none_begins_a_trace(watched: Watched, given: str) -> N
     assert watched.only().parent is None
 
 
-def test_an_unsampled_parent_has_no_span(watched: Watched) -> None:
+def test_a_turn_with_an_unsampled_parent_has_no_span(watched: Watched) -> None:
     request = pb.SendMessageRequest(
         conversation_id="trip", messages=[pb.NewMessage(content="hi")], create_if_missing=True
     )
@@ -138,7 +138,7 @@ def test_an_unsampled_parent_has_no_span(watched: Watched) -> None:
     assert watched.only().attributes["gen_ai.request.max_tokens"] == 5
 
 
-def test_a_turn_that_fails_says_why_and_a_replay_is_no_turn(watched: Watched) -> None:
+def test_a_failed_turns_span_has_the_reason_and_a_replay_has_no_span(watched: Watched) -> None:
     endless = pb.Sampling(max_tokens=50_000, ignore_eos=True)
     stream = watched.rig.send("trip", "hello", sampling=endless)
     next(stream)
@@ -166,7 +166,7 @@ def test_a_failing_exporter_fails_no_turn(
     assert caplog.text.count("cannot export the span of a turn") == 2
 
 
-def test_no_word_that_was_said_is_in_a_trace(
+def test_traces_contain_no_text_of_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
@@ -191,7 +191,7 @@ def test_no_word_that_was_said_is_in_a_trace(
     assert not reply.text or reply.text not in log
 
 
-def test_no_name_of_a_span_is_for_text() -> None:
+def test_no_span_attribute_is_for_text() -> None:
     source = inspect.getsource(turn_spans.span_of)
     values = re.findall(r'"((?:gen_ai|pensieve|error)\.[a-z_.]+)"', source)
     assert len(values) == len(set(values)) > 15
@@ -223,7 +223,7 @@ def test_without_the_flag_opentelemetry_is_not_even_imported(tmp_path: Path) -> 
         ({"OTEL_TRACES_EXPORTER": "nobodys"}, "'nobodys' is installed"),
     ],
 )
-def test_an_exporter_that_is_missing_is_named(
+def test_the_error_names_a_missing_exporter(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ) -> None:
     monkeypatch.setattr(traces, "entry_points", lambda **_: ())
@@ -332,7 +332,7 @@ def test_a_collector_gets_the_spans_by_otlp_and_no_text(
         assert not reply.text or reply.text.encode() not in sent
 
 
-def test_a_span_names_the_daemon_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_name_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     def instance(replica: str) -> Any:
         exporter = InMemorySpanExporter()
         found = Traces(SimpleSpanProcessor(exporter), replica)

@@ -53,7 +53,7 @@ def simulated(
     return figures
 
 
-def test_a_batch_is_drawn_in_groups_of_a_prefix() -> None:
+def test_a_drawn_batch_consists_of_groups_that_share_a_prefix() -> None:
     batch = drawn_batch(FEW, 1)
     assert [len(each.prompt) for each in batch] == [160] * 24
     prefixes = [each.prompt[:128].tobytes() for each in batch]
@@ -64,7 +64,7 @@ def test_a_batch_is_drawn_in_groups_of_a_prefix() -> None:
     assert [found.index(each) for each in found] == [n - n % 4 for n in range(24)]
 
 
-def test_a_batch_of_snippets_is_as_reported() -> None:
+def test_a_batch_of_snippets_has_the_published_shape() -> None:
     """Prompts have 1,100 + 400 tokens. A tree could save 56 % of them; one prefix per request, 55 %."""
     batch = drawn_batch(SHAPES["snippets"], 1)
     assert len(batch) == 3000
@@ -75,14 +75,14 @@ def test_a_batch_of_snippets_is_as_reported() -> None:
     assert 99 < sum(each.output_tokens for each in batch) / 3000 < 101
 
 
-def test_the_share_degree_is_that_of_the_requests() -> None:
+def test_the_mean_number_of_requests_per_prefix_is_the_share_degree() -> None:
     batch = drawn_batch(replace(SHAPES["ranking"], requests=4000, own_tokens=4, prefix_tokens=8), 0)
     prefixes = [each.prompt[:4].tobytes() for each in batch]
     sizes = {each: prefixes.count(each) for each in set(prefixes)}
     assert sum(sizes[each] for each in prefixes) / 4000 == pytest.approx(11.36, rel=0.1)
 
 
-def test_groups_compute_each_prefix_once_and_replies_end_before_they_have_to() -> None:
+def test_groups_compute_each_prefix_once() -> None:
     for sharing in SHARINGS:
         figures = simulated(FEW, sharing)
         assert figures.prompt_tokens == 24 * 160
@@ -92,7 +92,7 @@ def test_groups_compute_each_prefix_once_and_replies_end_before_they_have_to() -
     assert simulated(FEW, "off").computed_tokens == 24 * 160
 
 
-def test_a_token_saved_is_time_saved() -> None:
+def test_saved_tokens_save_time() -> None:
     """If all tokens take equally long, only the computed tokens and reading the weights take time."""
     groups, off = simulated(FEW, "groups"), simulated(FEW, "off")
     for figures in (groups, off):
@@ -103,7 +103,7 @@ def test_a_token_saved_is_time_saved() -> None:
     assert off.seconds > 1.5 * groups.seconds
 
 
-def test_a_small_cache_that_keeps_what_was_used_last_saves_less_than_groups() -> None:
+def test_with_a_small_cache_lru_saves_less_than_groups() -> None:
     shape = replace(FEW, requests=60)
     groups, lru = (simulated(shape, sharing, 1600, 8) for sharing in SHARINGS[:2])
     assert groups.computed_tokens == 15 * 128 + 60 * 32
@@ -111,7 +111,7 @@ def test_a_small_cache_that_keeps_what_was_used_last_saves_less_than_groups() ->
     assert groups.seconds < lru.seconds
 
 
-def test_a_shared_page_that_is_read_once_takes_less_time() -> None:
+def test_reading_a_shared_page_once_takes_less_time() -> None:
     """Each of 4 requests has 128 shared and 32 own tokens. Only reading keys takes time."""
     cost = replace(instant(32)[0], attention_seconds_per_key=1.0)
     cache, scheduler = CacheConfig(300, 0), SchedulerConfig(256, 64, cost=cost.computing)
@@ -124,7 +124,7 @@ def test_a_shared_page_that_is_read_once_takes_less_time() -> None:
     assert seconds == [160 + (161 + 3 * 160) + 3 * 161, 160 + (192 + 3 * 32) + (128 + 3 * 64)]
 
 
-def test_shapes_are_named() -> None:
+def test_shapes_have_a_name_or_are_given_as_numbers() -> None:
     assert shape_named("snippets") is SHAPES["snippets"]
     assert shape_named("2000/200x16") == BatchShape(1000, 2000, 200, 16, varies=False)
     assert shape_named("2000/200x16").apart == math.inf
@@ -133,7 +133,7 @@ def test_shapes_are_named() -> None:
             shape_named(wrong)
 
 
-def test_the_simulation_compares_three_ways_to_share(
+def test_the_simulation_compares_three_sharing_modes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(batch_simulation, "shape_named", lambda name: FEW)
@@ -160,14 +160,14 @@ def measured(model: Path, folder: Path) -> list[measured_batch.Row]:
     return measured_batch.compared(model, shape, 4, resolve(flags, {}).settings)
 
 
-def test_each_way_of_sharing_is_measured(model: Path, tmp_path: Path) -> None:
+def test_all_three_sharing_modes_are_measured(model: Path, tmp_path: Path) -> None:
     groups, lru, off = measured(model, tmp_path)
     assert [each.sharing for each in (groups, lru, off)] == list(SHARINGS)
     assert groups.saving >= lru.saving >= off.saving == 0.0
     assert groups.saving > 0.0
 
 
-def test_replies_that_differ_are_not_compared(
+def test_a_measurement_with_differing_replies_fails(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = measured_batch._one

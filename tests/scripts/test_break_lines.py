@@ -88,17 +88,17 @@ def test_each_break_is_one_small_mistake() -> None:
         "    assert len(numbers) < 100",
     ],
 )
-def test_what_does_nothing_that_a_test_could_notice_is_left_alone(text: str) -> None:
+def test_lines_without_an_effect_on_tests_are_not_broken(text: str) -> None:
     assert breaks(text) == []
 
 
-def test_generated_files_are_left_alone() -> None:
+def test_generated_files_are_not_broken() -> None:
     assert breaks_of("pensieve/v1/a_pb2.py", "x = 1\n", [1]) == {}
     assert breaks_of("pensieve/client/a.py", '"""Generated from b.py."""\nx = 1\n', [2]) == {}
     assert breaks_of("pensieve/client/a.py", "x = 1\n", [1]) != {}
 
 
-def test_a_statement_of_several_lines_goes_as_a_whole_and_a_keyword_with_its_line() -> None:
+def test_a_multi_line_statement_is_removed_whole_and_a_keyword_argument_with_its_line() -> None:
     source = 'print("ä")\ncall(\n    1,\n    first=1,\n    second="ö",\n)\n'
     found = breaks_of("pensieve/a.py", source, range(1, 7))
     assert [each.source for each in found[2]] == ['print("ä")\npass\n']
@@ -156,7 +156,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return Repository(tmp_path)
 
 
-def test_changed_lines_are_those_that_the_base_has_not(repository: Repository) -> None:
+def test_changed_lines_are_the_lines_missing_in_the_base(repository: Repository) -> None:
     assert changed_lines(repository.root, "HEAD~1") == {"pensieve/limits.py": {5, 6}}
     assert changed_lines(repository.root, "HEAD") == {}
     repository.write("pensieve/more.py", "x = 1\n")
@@ -164,14 +164,14 @@ def test_changed_lines_are_those_that_the_base_has_not(repository: Repository) -
     assert changed_lines(repository.root, "HEAD") == {"pensieve/more.py": {1}}
 
 
-def test_the_list_runs_nothing(repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_runs_no_tests(repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--lines", "1", "--seed", "1"], repository.root) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("1 of 2 changed lines that can be broken, seed 1\n")
     assert "\n    + " in printed
 
 
-def test_what_the_tests_notice_and_what_they_do_not(
+def test_breaks_are_reported_as_noticed_or_surviving(
     repository: Repository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (repository.root / "pensieve/limits.py").read_text()
@@ -184,7 +184,7 @@ def test_what_the_tests_notice_and_what_they_do_not(
     assert (repository.root / "pensieve/limits.py").read_text() == before
 
 
-def test_a_test_that_fails_anyway_decides_nothing(
+def test_a_break_is_undecided_if_a_test_fails_without_it(
     repository: Repository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository.write(

@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_its_record_is_that_of_its_files(wheel: Path) -> None:
+def test_the_record_lists_the_wheels_files_with_digests_and_sizes(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (record,) = [name for name in archive.namelist() if name.endswith("/RECORD")]
         rows = list(csv.reader(archive.read(record).decode().splitlines()))
@@ -62,7 +62,9 @@ def test_its_record_is_that_of_its_files(wheel: Path) -> None:
     assert [line.split()[1].split(">")[0] for line in needed] == ["grpcio", "protobuf"]
 
 
-def test_it_talks_to_a_daemon_without_the_server_being_there(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_with_a_daemon_without_the_server_package(
+    wheel: Path, tmp_path: Path
+) -> None:
     alone = tmp_path / "alone"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(alone)

@@ -48,7 +48,7 @@ WRONG_COPY = figure("kernels", failed=True, kind="copy")
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_section_runs_small(
+def test_every_section_runs_at_a_small_size(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the CPU, a section checks and measures the same things with other kernels."""
@@ -64,7 +64,7 @@ def test_every_section_runs_small(
 
 @pytest.mark.needs("gpu")
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "load"])
-def test_a_gpu_says_what_the_references_say(
+def test_results_on_a_gpu_equal_the_references(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check kernels, captured graphs, swaps, and replies under memory pressure on a real GPU."""
@@ -72,7 +72,7 @@ def test_a_gpu_says_what_the_references_say(
 
 
 @pytest.mark.parametrize("section", ["kernels", "decode", "prefill", "attention"])
-def test_the_gpu_bench_times_nothing_that_is_wrong(
+def test_the_gpu_bench_does_not_time_wrong_results(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Paged, "run", lambda self: self.out.fill_(0.5))
@@ -85,7 +85,7 @@ def test_the_gpu_bench_times_nothing_that_is_wrong(
     assert not any("above its limit" in each for each in told)
 
 
-def test_what_torch_says_about_a_baseline_that_it_cannot_do_is_not_shown() -> None:
+def test_torchs_warnings_about_an_unsupported_baseline_are_not_shown() -> None:
     def refused() -> torch.Tensor:
         warnings.warn("Memory efficient kernel not used because …", UserWarning, stacklevel=1)
         raise RuntimeError("no available kernel")
@@ -97,7 +97,7 @@ def test_what_torch_says_about_a_baseline_that_it_cannot_do_is_not_shown() -> No
     assert not told
 
 
-def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
+def test_a_wrong_baseline_is_left_out_and_named() -> None:
     """Without earlier context, torch's own causal attention is one of the baselines."""
     query, keys = torch.randn(1, 40, 4, 64), torch.randn(1, 2, 40, 64)
     ways = baselines(query, keys, keys)
@@ -114,7 +114,7 @@ def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
 # -- the run: one process for each section --
 
 
-def test_a_section_that_does_not_end_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_section_that_hangs_fails_alone(tmp_path: Path) -> None:
     log = io.StringIO()
     run = bench_gpu.Run(tmp_path, "cpu", 600, log)
     run.step(Step("device", 120, small=True))  # starts the process that all others are forked from
@@ -132,7 +132,7 @@ def dies(*given: object) -> None:
     raise SystemExit(1)
 
 
-def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
+def test_a_section_that_dies_before_it_begins_is_reported_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The causes: an invalid choice, a missing device, and an unexpected exit."""
@@ -155,7 +155,7 @@ def starts_another(*given: Any) -> None:
         os.write(given[-1].fileno(), f"{another.pid}\n".encode())
 
 
-def test_what_a_late_section_started_is_ended_with_it(
+def test_processes_started_by_a_timed_out_section_are_killed_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_gpu, "run_section", starts_another)
@@ -176,7 +176,7 @@ def ended(pid: int) -> bool:
     return False
 
 
-def test_what_is_wrong_is_switched_off_until_the_kernels_are_right_or_the_run_ends(
+def test_wrong_kernels_are_switched_off_one_by_one_until_all_pass_or_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hopper's kernel is wrong once, then the search. In the second case, Hopper's kernel is wrong twice."""
@@ -232,7 +232,7 @@ def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
     assert sum("copy_bandwidth" in each for each in figures) == 1
 
 
-def test_a_stage_that_has_no_time_left_is_left_out(
+def test_a_stage_without_time_left_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = bench_gpu.Run(tmp_path, "cpu", 60, io.StringIO())
@@ -280,21 +280,21 @@ def test_a_stage_that_has_no_time_left_is_left_out(
         ([], Consequences(stop=True)),
     ],
 )
-def test_wrong_kernels_are_switched_off_or_end_the_run(
+def test_the_consequence_of_wrong_kernels_is_a_switch_or_the_end_of_the_run(
     found: list[dict[str, Any]], means: Consequences
 ) -> None:
     assert after(1, found) == means
     assert after(3, found) == Consequences()
 
 
-def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
+def test_kernels_that_failed_in_the_section_kernels_are_not_timed(tmp_path: Path) -> None:
     """Kernels that the section did not reach are not timed either."""
     right = [figure("kernels", kind=kind) for kind in KERNELS]
     assert unverified_kernels([]) == frozenset()
     assert unverified_kernels([*right, figure("decode", failed=True)]) == frozenset()
     wrong = [*right[:4], figure("kernels", failed=True, kind="draw")]
     assert unverified_kernels(wrong) == {"draw", "fused", "fp8"}
-    assert unverified_kernels([*wrong, *right]) == frozenset(), "it was run again, with a switch"
+    assert unverified_kernels([*wrong, *right]) == frozenset(), "the section ran again, with a switch"
     assert unverified_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
     (tmp_path / "figures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in wrong))
     for section in ("decode", "prefill", "iteration", "exactness"):
@@ -329,7 +329,7 @@ def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
         (6, [figure("load", kind="two tiers", ratio=1.4)], "1.40 x stateless"),
     ],
 )
-def test_each_stage_says_what_its_figures_decide(
+def test_each_stage_reports_the_decision_that_follows_from_its_figures(
     number: int, found: list[dict[str, Any]], told: str
 ) -> None:
     wanted = [each["section"] for each in found]
@@ -337,7 +337,7 @@ def test_each_stage_says_what_its_figures_decide(
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number: int) -> None:
+def test_a_stage_without_figures_is_reported_as_not_examined(number: int) -> None:
     told = decisions(number, [], [step.section for step in STAGES[number - 1].steps])
     for name in {step.section for step in STAGES[number - 1].steps}:
         assert f"{name}: not examined" in told
@@ -345,7 +345,9 @@ def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number
         assert not any(praise in sentence for sentence in told)
 
 
-def test_what_was_switched_off_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_kernels_stay_off_in_every_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(choices, "current", choices.Choices(hopper=0, radix=0))
     seen: list[choices.Choices] = []
     run, drawn = Paged.run, Sampler.draw
@@ -372,7 +374,7 @@ def raises(*given: object) -> None:
 
 
 @pytest.mark.parametrize("section", ["decode", "prefill"])
-def test_kv_in_fp8_that_is_wrong_hides_no_figure_of_elements(
+def test_wrong_fp8_kv_does_not_suppress_figures_of_other_types(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Paged.run
@@ -384,14 +386,14 @@ def test_kv_in_fp8_that_is_wrong_hides_no_figure_of_elements(
     assert not succeeded(section, tmp_path, "cpu", 60, True)
     figures = figures_of(tmp_path)
     failed = [bool(each.get("failed")) for each in figures]
-    assert failed == sorted(failed), "fp8 comes when all else has its figures"
+    assert failed == sorted(failed), "fp8 runs after all other types"
     assert sum("share" in each for each in figures) == sum(failed) > 0
     (told,) = (each for each in decisions(3, figures, [section]) if section in each)
     assert "parts of it failed, and the rest was examined" in told
     assert told.count("KV in fp8") == sum(failed)
 
 
-def test_iterations_decode_over_numbers_whatever_the_memory_held_before(
+def test_timed_iterations_never_decode_over_nan_of_uninitialized_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN logits take other paths through kernels and the sampler, so they must not be timed."""
@@ -416,7 +418,7 @@ def test_iterations_decode_over_numbers_whatever_the_memory_held_before(
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
-def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_head(
+def test_exactness_fails_if_fp8_scales_of_keys_and_values_or_of_heads_are_swapped(
     dimension: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = reference.multi_token_attention
@@ -433,7 +435,7 @@ def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_
     assert "tokens are far less likely" in in_bytes["line"]
 
 
-def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
+def test_a_swap_that_moves_nothing_is_found_even_if_an_earlier_swap_moved_the_same_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target pages already have the right contents, because another swap moved the same pages."""
@@ -459,7 +461,7 @@ def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
     assert failed == ["swap_in, neighbours"]
 
 
-def test_an_error_of_the_device_that_sticks_ends_its_section(
+def test_a_persistent_device_error_ends_its_section(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An unexpected error is reported with a traceback, because there is only one run."""
@@ -476,7 +478,7 @@ def test_an_error_of_the_device_that_sticks_ends_its_section(
 
 @needs_x86
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rotation_is_found(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The right kernel passes on emulated threads. Then one of its inputs is changed."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(cuda_launch, "launch", lambda launch, device: run(launch))
@@ -503,7 +505,7 @@ def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.Monkey
             kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)
 
 
-def test_the_smallest_program_reads_and_writes_elements_and_bytes(
+def test_the_program_for_compute_sanitizer_reads_and_writes_fp8_and_other_kv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """compute-sanitizer examines this program."""
@@ -525,7 +527,7 @@ def test_the_smallest_program_reads_and_writes_elements_and_bytes(
     }
 
 
-def test_conversations_are_as_long_as_theirs() -> None:
+def test_drawn_conversations_have_the_published_lengths() -> None:
     found = talks(5.0, 200.0, 3.0, 1000, 1)
     assert len(found) == pytest.approx(1000, rel=0.15)
     turns = sum(len(talk.messages) for _, talk in found)
@@ -535,7 +537,7 @@ def test_conversations_are_as_long_as_theirs() -> None:
     assert sum(sum(talk.outputs) for _, talk in found) / turns == pytest.approx(204.6, rel=0.1)
 
 
-def test_throughput_is_compared_at_one_latency() -> None:
+def test_throughput_is_interpolated_at_a_given_latency() -> None:
     points = [(0.01, 100.0), (0.03, 300.0), (0.02, 220.0)]
     assert engines.throughput_at(points, 0.025) == pytest.approx(260.0)
     assert engines.throughput_at(points, 0.5) == 300.0

@@ -74,18 +74,18 @@ def test_the_nearest_tests_come_first(tree: Path, changed: str, tests: list[str]
     assert affected_tests([changed], root=tree) == [f"tests/{test}" for test in tests]
 
 
-def test_what_every_test_depends_on_affects_every_test(tree: Path) -> None:
+def test_files_that_every_test_depends_on_affect_every_test(tree: Path) -> None:
     every = sorted(name for name in TREE if "/test_" in name)
     for changed in ("pyproject.toml", "tests/conftest.py"):
         assert sorted(affected_tests([changed], root=tree)) == every
 
 
-def test_a_limit_keeps_the_nearest(tree: Path) -> None:
+def test_a_limit_keeps_the_nearest_tests(tree: Path) -> None:
     found = affected_tests(["pensieve/core/turn.py"], at_most=2, root=tree)
     assert found == ["tests/core/test_turn.py", "tests/core/test_cache.py"]
 
 
-def test_changed_are_files_of_the_working_tree_and_of_the_branch(tree: Path) -> None:
+def test_changed_paths_include_the_working_tree_and_the_branch(tree: Path) -> None:
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", *who, *arguments], cwd=tree, check=True, capture_output=True)
@@ -107,6 +107,6 @@ def test_changed_are_files_of_the_working_tree_and_of_the_branch(tree: Path) -> 
         changed_paths("no-such-commit", tree)
 
 
-def test_the_smoke_tests_are_there() -> None:
+def test_the_files_of_the_smoke_tests_exist() -> None:
     for test in import_graph.SMOKE:
         assert (import_graph.ROOT / test).is_file()

@@ -34,13 +34,13 @@ def test_the_highest_rate_is_found_from_any_guess(limit: float, guess: float) ->
     assert len(tried) < 25
 
 
-def test_the_search_ends_where_every_rate_is_carried_or_none() -> None:
+def test_the_search_ends_if_every_rate_or_no_rate_is_within_the_limits() -> None:
     assert capacity(lambda rate: row_of(0.0), Slo(1.0, 1.0), 1e9) == (RATE_MOST, row_of(0.0))
     with pytest.raises(Impossible, match="exceeds a limit: median first token 2 s"):
         capacity(lambda rate: row_of(0.0, 2.0), Slo(1.0, 1.0), 1.0)
 
 
-def test_turns_that_the_device_cannot_hold_are_not_carried_by_refusing_them() -> None:
+def test_turns_longer_than_the_device_tier_make_a_load_impossible() -> None:
     long = replace(LOAD, habits=replace(CHAT, input_tokens=400.0))
     with pytest.raises(
         Impossible, match=r"% of the turns are longer .* device tier of 2,000 tokens"
@@ -62,7 +62,7 @@ def test_an_iteration_of_prompts_fits_between_two_tokens() -> None:
     assert budget_within(COST, Slo(0.012, 1.0), 2048, 64) == 64
 
 
-def test_host_memory_is_bought_as_long_as_it_brings_something() -> None:
+def test_host_memory_grows_while_it_raises_the_rate() -> None:
     lines: list[str] = []
     tried = host_memories(SMALL, LOAD, SLO, 30_000, lines.append)
     assert [each.host_tokens for each in tried] == [0, 8000, 16_000, 30_000][: len(tried)]
@@ -78,7 +78,7 @@ def test_host_memory_is_bought_as_long_as_it_brings_something() -> None:
     assert recommended([HostMemory(*each, {}) for each in rates.items()]).host_tokens == 10
 
 
-def test_a_load_that_has_gone_on_for_long() -> None:
+def test_a_load_starts_with_conversations_in_progress() -> None:
     """Conversations are already in progress at the start, so that the turn rate is steady."""
     arrivals = list(LOAD.arrivals(30.0))
     free_until, counts, ends = LOAD.window

@@ -17,7 +17,8 @@ from pensieve.store.records import NewMessage, NewTurn
 from scripts.measurements import isolation, lanes, loops, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
-# The programs look for the engine among the child processes of the daemon, so the tests execute the daemon.
+# The programs look for the engine among the child processes of the daemon, so the tests start
+# the daemon as a new process, and not by the fork server.
 pytestmark = pytest.mark.executed
 
 
@@ -29,7 +30,7 @@ def test_planning_is_timed_under_pressure(policy: str) -> None:
     assert found.reclaimed + found.dropped > 0
 
 
-def test_each_history_is_at_least_as_long_as_was_asked() -> None:
+def test_each_history_is_at_least_as_long_as_requested() -> None:
     with pinned([], 0.01) as daemon:
         short, long = service.turn_costs(daemon, (40, 400), 10)
         assert 40 <= short.history_tokens < 400 <= long.history_tokens
@@ -46,11 +47,11 @@ def test_both_tenants_are_answered() -> None:
     assert min(alone.first + alone.gaps + beside.first + beside.gaps) > 0
     assert beside.refused == 0
     assert noise["OK"] > 0
-    assert noise["INVALID_ARGUMENT"] > 0, "what is too large"
-    assert noise["RESOURCE_EXHAUSTED"] > 0, "what is beyond its limits"
+    assert noise["INVALID_ARGUMENT"] > 0, "oversized requests must be refused"
+    assert noise["RESOURCE_EXHAUSTED"] > 0, "requests above the tenant's limits must be refused"
 
 
-def test_a_history_is_where_it_is_said_to_be(tmp_path: Path) -> None:
+def test_swap_times_the_first_token_of_each_tier(tmp_path: Path) -> None:
     random_model.make(tmp_path, RandomShape(2, 64, 2, 1, 128, 8000), context=1024)
     found = swap.first_tokens(tmp_path, 150, 2)
     assert {tier: len(times) for tier, times in found.items()} == dict.fromkeys(swap.TIERS, 2)
@@ -65,7 +66,7 @@ def test_turns_of_daemons_on_one_database_are_counted_and_read_back(
     assert min(found.turns) > 0
 
 
-def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:
+def test_check_finds_a_turn_that_another_writer_added(tmp_path: Path) -> None:
     with ConversationStore.open(tmp_path, "a test") as store:
         talker = lanes.Talker(store, "t")
         turn = store.begin_turn("t-3", NewTurn("r", [NewMessage("user", "hi", [1])])).turn
@@ -104,6 +105,6 @@ def test_a_loop_is_a_text_that_repeats_a_piece_or_a_sentence(text: str, is_loop:
     assert loops.repeats(text) is is_loop
 
 
-def test_what_is_compared_is_named_or_given_as_values() -> None:
+def test_sampling_is_a_preset_name_or_settings() -> None:
     assert loops.sampling_of("greedy") == ("greedy", {"temperature": 0.0})
     assert loops.sampling_of("top_k=5,min_p=0.1")[1] == {"top_k": 5, "min_p": 0.1}

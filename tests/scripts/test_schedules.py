@@ -97,7 +97,7 @@ def test_a_request_waits_for_a_place_of_a_whole_context() -> None:
     assert counts.latencies.total == pytest.approx(2 / 2 + 4 / 4 + 2.5 / 1)
 
 
-def test_prompts_join_those_who_generate_and_hold_them_up() -> None:
+def test_prompts_join_generating_requests_and_delay_them() -> None:
     """The first request gets two tokens alone. Its third token comes in an iteration with a prompt of 7."""
     watched, counts = run(
         OrcaSchedule(200, 100, 8), requests((0.0, 3, 3), (3.5, 7, 1)), cost=TOKENS
@@ -106,7 +106,7 @@ def test_prompts_join_those_who_generate_and_hold_them_up() -> None:
     assert counts.gaps.quantile(1.0) == pytest.approx(8.0, rel=0.003)
 
 
-def test_nobody_overtakes_and_nobody_is_interrupted() -> None:
+def test_no_request_overtakes_or_is_interrupted() -> None:
     for seed in range(20):
         watched, _ = run(OrcaSchedule(300, 100, 2 + seed % 2), drawn(seed, 30, 100))
         begun: list[int] = []
@@ -129,7 +129,7 @@ def test_prompts_of_an_iteration_are_limited() -> None:
     assert [batch for _, batch in watched.batches] == [[1, 2], [3, 4], [5]]
 
 
-def test_the_latest_gives_up_its_blocks_and_computes_all_again() -> None:
+def test_the_latest_request_gives_up_its_blocks_and_recomputes_all_its_tokens() -> None:
     """There are four blocks, and two prompts of 32 tokens fill them. Then both requests need another block.
 
     The first request gets a block. When it has ended, the second request computes its 33 tokens again.
@@ -147,7 +147,7 @@ def test_the_latest_gives_up_its_blocks_and_computes_all_again() -> None:
     assert counts.gaps.quantile(1.0) == pytest.approx(35.0, rel=0.003)
 
 
-def test_first_come_first_served_in_few_blocks() -> None:
+def test_requests_are_served_first_come_first_served_with_few_blocks() -> None:
     """`check` verifies the blocks and the order in each step."""
     preempted = 0
     for seed in range(20):
@@ -184,7 +184,7 @@ def test_a_long_prompt_joins_below_the_levels_that_it_would_use_up() -> None:
     assert levels == [0, 1, 2, 4, 7]
 
 
-def test_who_used_up_a_quantum_is_demoted() -> None:
+def test_a_request_that_used_up_its_quantum_is_demoted() -> None:
     """A request runs one iteration in level 0, two in level 1, and four in level 2."""
     schedule = a_schedule()
     request = Request(1, 0.0, 5, 90)
@@ -198,13 +198,13 @@ def test_who_used_up_a_quantum_is_demoted() -> None:
     assert levels == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
-def test_who_comes_takes_the_place_of_one_that_had_its_time() -> None:
+def test_a_new_request_preempts_one_that_used_up_its_quantum() -> None:
     """The first request has run for 3 s. The second's reply of one token comes before it continues."""
     watched, _ = run(a_schedule(), requests((0.0, 5, 6), (2.5, 5, 1)))
     assert [batch for _, batch in watched.batches] == [[1], [1], [1], [2], [1], [1], [1]]
 
 
-def test_copies_take_their_time_and_nobody_runs_meanwhile() -> None:
+def test_copies_take_time_in_which_no_request_runs() -> None:
     """Seven tokens are copied out from 3 s to 6.5 s, which frees the place, and back from 7.5 s to 11 s."""
     schedule = a_schedule(copying=0.5)
     watched, _ = run(schedule, requests((0.0, 5, 6), (2.5, 5, 1)))
@@ -212,12 +212,12 @@ def test_copies_take_their_time_and_nobody_runs_meanwhile() -> None:
     assert schedule.num_preemptions == 1
 
 
-def test_who_finds_no_room_on_the_host_keeps_its_place() -> None:
+def test_a_request_that_does_not_fit_on_the_host_keeps_its_place() -> None:
     watched, _ = run(a_schedule(host_tokens=6), requests((0.0, 5, 6), (2.5, 5, 1)))
     assert [batch for _, batch in watched.batches] == [[1]] * 6 + [[2]]
 
 
-def test_who_has_not_run_for_long_is_promoted() -> None:
+def test_a_starved_request_is_promoted() -> None:
     """Short requests, one per second, would always go before the long request, and use every second.
 
     A promoted request waits 10 s, then for the running request, and for all requests that wait by then.
@@ -231,7 +231,7 @@ def test_who_has_not_run_for_long_is_promoted() -> None:
     assert counts.gaps.quantile(1.0) == pytest.approx(15.0, rel=0.003)
 
 
-def test_a_few_places_are_kept_free_for_who_comes() -> None:
+def test_a_few_places_are_kept_free_for_new_requests() -> None:
     """Two of 20 places are kept free. 18 of 19 requests run, and the last of the 18 gives way to the 19th.
 
     So the next request gets a place at once, although no copy has finished.
@@ -255,7 +255,7 @@ def test_a_few_places_are_kept_free_for_who_comes() -> None:
     assert batches[2] >= {20}
 
 
-def test_everybody_ends_whatever_the_room() -> None:
+def test_every_request_ends_at_any_number_of_places() -> None:
     """`check` verifies places, copies and the host's room in each step."""
     preempted = 0
     for seed in range(20):

@@ -87,7 +87,7 @@ def test_a_seed_has_the_same_figures_again_and_everybody_is_served(system: str) 
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_alone_a_request_takes_the_same_with_every_system() -> None:
+def test_a_lone_request_takes_the_same_time_with_every_system() -> None:
     taken = []
     for system in SYSTEMS:
         counts = counts_of(system, SETTING, requests_of(0.0001, 5, 0))
@@ -108,12 +108,12 @@ def test_paged_kv_carries_more_than_reserved_kv() -> None:
     assert mean["fastserve"] > 3 * SETTING.unloaded_seconds
 
 
-def test_what_memory_carries_is_little_work() -> None:
+def test_turns_held_follows_from_the_memory_and_turns_max() -> None:
     assert SETTING.turns_held == 15_640 // 465 == 33
     assert replace(SETTING, turns_max=10).turns_held == 10
 
 
-def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() -> None:
+def test_streaming_pays_with_the_link_speed_that_the_paper_assumes() -> None:
     """With that link, copying takes as long as attending. By the data sheet it takes 24 times as long."""
     link = COST.kv_bytes_per_token / COST.attention_seconds_per_key
     as_assumed = replace(SETTING, cost=replace(COST, link_bytes_per_second=link))

@@ -51,7 +51,7 @@ def test_without_chunks_whole_prompts_go_before_decodes() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_prefix_is_found_after_it_was_computed(chunked: bool) -> None:
+def test_a_prefix_is_a_cache_hit_once_it_is_computed(chunked: bool) -> None:
     batch = [DrawnRequest(prompt(1000 * index), 2) for index in range(3)]
     assert run(batch, chunked, caches=True, budget=96).computed_tokens == 96 + 2 * 32
     assert run(batch, chunked, caches=False, budget=96).computed_tokens == 3 * 96
@@ -59,7 +59,7 @@ def test_a_prefix_is_found_after_it_was_computed(chunked: bool) -> None:
     assert run(again, chunked, caches=True).computed_tokens == 64 + 1, "the last token is computed"
 
 
-def test_the_least_recently_used_block_is_evicted_and_of_a_request_the_last() -> None:
+def test_the_least_recently_used_block_is_evicted_and_a_requests_last_block_first() -> None:
     cache = BlockCache(4, keeps=True)
     for keys in ([1, 2], [3, 4]):
         for key in keys:

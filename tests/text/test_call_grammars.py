@@ -97,7 +97,7 @@ def takes(held: Matcher, name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_call_may_come_and_text_may_stay_text(name: str) -> None:
+def test_an_optional_call_may_appear_and_text_may_stay_text(name: str) -> None:
     call, between = WRITTEN[name]
     for text in ("", "Hello.", "  \n", "I <b>say</b> [this] {so}.", call, f"\n\n{call}"):
         assert takes(matcher(name), name, text), text
@@ -111,7 +111,7 @@ def test_a_call_may_come_and_text_may_stay_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_call_that_is_required_is_all_that_comes(name: str) -> None:
+def test_a_required_call_is_the_whole_reply(name: str) -> None:
     call, between = WRITTEN[name]
     for single in (True, False):
         held = {"must": True, "single": single}
@@ -125,7 +125,7 @@ def test_a_call_that_is_required_is_all_that_comes(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("must", [True, False])
-def test_what_no_tool_takes_is_no_call(name: str, must: bool) -> None:
+def test_calls_that_match_no_tool_are_not_allowed(name: str, must: bool) -> None:
     call, _ = WRITTEN[name]
     for wrong in (
         call.replace("city", "town"),
@@ -139,7 +139,7 @@ def test_what_no_tool_takes_is_no_call(name: str, must: bool) -> None:
     assert takes(matcher(name, must=must), name, free)
 
 
-def test_text_goes_on_behind_calls_that_are_closed_and_behind_no_others() -> None:
+def test_text_may_follow_only_calls_with_a_closing_marker() -> None:
     for name, may in (("hermes", True), ("plain hermes", True), ("half marked", False)):
         call, _ = WRITTEN[name]
         assert takes(matcher(name), name, f"One. {call} Two. {call} Three.") == may
@@ -148,7 +148,7 @@ def test_text_goes_on_behind_calls_that_are_closed_and_behind_no_others() -> Non
         assert not takes(matcher(name), name, f"{WRITTEN[name][0]} Two.")
 
 
-def test_a_mark_that_is_a_control_token_may_be_written_as_text() -> None:
+def test_a_marker_that_is_a_control_token_may_be_written_as_text() -> None:
     held = matcher("hermes")
     for token_id in template("hermes").tokenizer.encode_text("The word <tool_call> is text."):
         assert token_id in allowed(held, "hermes")
@@ -156,7 +156,7 @@ def test_a_mark_that_is_a_control_token_may_be_written_as_text() -> None:
     assert held.is_accepting
 
 
-def test_a_reply_of_a_form_or_calls() -> None:
+def test_a_reply_matches_the_reply_grammar_or_is_calls() -> None:
     form = ["json_schema", '{"const": "yes"}']
     call, _ = WRITTEN["hermes"]
     for text, may in (('"yes"', True), ("yes", False), (call, True), (f'"yes"{call}', False)):
@@ -167,7 +167,7 @@ def test_a_reply_of_a_form_or_calls() -> None:
         assert takes(matcher("hermes", reply=[kind, text]), "hermes", call)
 
 
-def test_what_a_lenient_schema_says_is_followed_as_far_as_it_can_be() -> None:
+def test_a_lenient_schema_is_enforced_as_far_as_possible() -> None:
     schema = {**CITY, "not": {"required": ["town"]}}
     with pytest.raises(GrammarError, match="not"):
         matcher("hermes", must=True, tools=[a_tool("get", schema)])
@@ -175,7 +175,7 @@ def test_what_a_lenient_schema_says_is_followed_as_far_as_it_can_be() -> None:
     assert takes(held, "hermes", WRITTEN["hermes"][0])
 
 
-def test_each_schema_has_definitions_of_its_own() -> None:
+def test_each_schema_has_separate_definitions() -> None:
     def tool(name: str, kind: str) -> dict[str, Any]:
         inner = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
         return a_tool(name, {**inner, "$defs": {"a": {"type": kind}}})
@@ -186,7 +186,7 @@ def test_each_schema_has_definitions_of_its_own() -> None:
         assert takes(matcher("hermes", must=True, tools=tools), "hermes", text) == may
 
 
-def test_a_name_that_cannot_be_written_is_refused() -> None:
+def test_a_tool_name_that_the_call_form_cannot_write_is_refused() -> None:
     for name in ("a b", "a[b", "", "x" * 300):
         with pytest.raises(GrammarError, match="cannot write a call"):
             matcher("named", tools=[a_tool(name)])
@@ -197,7 +197,7 @@ def test_a_name_that_cannot_be_written_is_refused() -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("single", [True, False])
-def test_whatever_is_sampled_is_read_as_calls_that_the_schemas_accept(
+def test_randomly_sampled_replies_are_read_as_calls_that_match_the_schemas(
     name: str, single: bool
 ) -> None:
     """The grammar and the reader of replies agree. Tokens are random, as from a very unsure model."""
@@ -251,7 +251,7 @@ def _joined(bytes_of: Any, parts: Any, texts: ChatTemplate) -> list[tuple[str, A
     return [(run.decode(), part) for run, part in runs]
 
 
-def test_forms_are_found_by_templates() -> None:
+def test_the_call_form_follows_from_the_template() -> None:
     assert style_for("hermes").form is CallForm.HERMES
     assert style_for("llama").form is CallForm.LLAMA
     assert style_for("mistral").form is CallForm.MISTRAL_LIST

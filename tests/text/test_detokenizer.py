@@ -47,7 +47,7 @@ any_ids = st.lists(st.integers(-3, 400), max_size=40)
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece", "metaspace"])
 @settings(derandomize=True, max_examples=200)
 @given(text=any_text)
-def test_any_text_comes_back_and_is_what_the_library_decodes(name: str, text: str) -> None:
+def test_any_text_is_restored_and_equals_the_librarys_decoding(name: str, text: str) -> None:
     if name != "byte level":
         text = text.replace("▁", "")  # these vocabularies use it for a space
     tokenizer, library = TOKENIZERS[name], LIBRARIES[name]
@@ -62,14 +62,14 @@ def test_any_text_comes_back_and_is_what_the_library_decodes(name: str, text: st
 @pytest.mark.parametrize("name", LIBRARIES)
 @settings(derandomize=True, max_examples=200)
 @given(ids=any_ids)
-def test_any_ids_give_the_same_text_bit_by_bit_and_at_once(name: str, ids: list[int]) -> None:
+def test_any_ids_give_the_same_text_incrementally_and_at_once(name: str, ids: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
     assert "".join(released(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @settings(derandomize=True, max_examples=200)
 @given(ids=any_ids)
-def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(ids: list[int]) -> None:
+def test_any_ids_of_a_byte_level_vocabulary_decode_as_in_the_library(ids: list[int]) -> None:
     tokenizer = TOKENIZERS["byte level"]
     known = [token_id for token_id in ids if 0 <= token_id < tokenizer.vocab_size]
     assert tokenizer.decode(ids) == BYTE_LEVEL.decode(known, skip_special_tokens=True)
@@ -78,7 +78,7 @@ def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(ids: list
 @pytest.mark.parametrize("name", ["words", "word pieces"])
 @settings(derandomize=True, max_examples=200)
 @given(ids=st.lists(st.integers(0, 3), max_size=8))
-def test_word_vocabularies_decode_as_the_library_does(name: str, ids: list[int]) -> None:
+def test_word_vocabularies_decode_as_in_the_library(name: str, ids: list[int]) -> None:
     library = LIBRARIES[name]
     assert TOKENIZERS[name].decode(ids) == library.decode(ids, skip_special_tokens=True)
 
@@ -98,13 +98,13 @@ def test_the_first_word_of_a_reply_has_no_leading_space() -> None:
     assert released(tokenizer, [end, hello, end, hello]) == ["", "Hello", "", " Hello", ""]
 
 
-def test_special_tokens_say_nothing_and_think_tags_are_text() -> None:
+def test_special_tokens_have_no_text_and_think_tags_are_text() -> None:
     tokenizer = tokenizer_of(QWEN_3)
     ids = tokenizer.encode_literal("<think>yes</think><|im_end|>")
     assert tokenizer.decode(ids) == "<think>yes</think>"
 
 
-def test_ids_beyond_the_vocabulary_say_nothing() -> None:
+def test_ids_outside_the_vocabulary_have_no_text() -> None:
     detokenizer = Detokenizer(TOKENIZERS["byte level"])
     assert detokenizer.push(10**9) == ""
     assert detokenizer.push(-1) == ""

@@ -53,7 +53,7 @@ def may_follow(matcher: Matcher, token_id: int) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_mask_allows_exactly_what_the_matcher_takes(case: str) -> None:
+def test_a_mask_allows_exactly_the_tokens_that_the_matcher_accepts(case: str) -> None:
     chance = random.Random(case)
     ends = tokenizer().eos_token_ids
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_a_mask_allows_exactly_what_the_matcher_takes(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_control_token_is_text(case: str) -> None:
+def test_masks_allow_no_control_token(case: str) -> None:
     matcher = grammars().matcher(*CASES[case])
     control = tokenizer().control_ids - tokenizer().eos_token_ids
     for _ in range(12):
@@ -93,7 +93,7 @@ def test_no_control_token_is_text(case: str) -> None:
         ("grammar", "<ABC>", False),
     ],
 )
-def test_a_whole_text_is_accepted_and_a_part_is_not(case: str, text: str, more: bool) -> None:
+def test_a_complete_text_is_accepted_but_no_prefix_of_it(case: str, text: str, more: bool) -> None:
     matcher = grammars().matcher(*CASES[case])
     ids = tokenizer().encode_text(text)
     for token_id in ids:
@@ -105,7 +105,7 @@ def test_a_whole_text_is_accepted_and_a_part_is_not(case: str, text: str, more: 
     assert bool(left) == more
 
 
-def test_what_a_matcher_does_depends_on_its_own_tokens_alone() -> None:
+def test_a_matcher_depends_only_on_its_own_tokens() -> None:
     """A new reply must not get a copy of a matcher that was already used."""
     first = grammars().matcher(*CASES["grammar"])
     before = first.mask()
@@ -114,7 +114,7 @@ def test_what_a_matcher_does_depends_on_its_own_tokens_alone() -> None:
     assert first.mask() != before
 
 
-def test_only_so_many_compiled_grammars_are_kept() -> None:
+def test_the_number_of_kept_compiled_grammars_is_limited() -> None:
     own = Grammars(tokenizer())
     for number in range(COMPILED_MAX + 3):
         own.matcher("regex", f"a{number}")
@@ -148,7 +148,7 @@ HOPELESS = {
 
 
 @pytest.mark.parametrize("case", HOPELESS)
-def test_a_hopeless_grammar_is_an_error_of_one_short_line(case: str) -> None:
+def test_an_unusable_grammar_is_an_error_of_one_short_line(case: str) -> None:
     with pytest.raises(GrammarError) as caught:
         grammars().compile(*HOPELESS[case])
     assert 0 < len(str(caught.value)) <= 300
@@ -201,13 +201,13 @@ def test_a_costly_grammar_is_an_error_or_steps_within_its_fuel(case: str) -> Non
         matcher.consume(chance.choice(left))
 
 
-def test_fuel_ends_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_fails_when_its_fuel_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "INITIAL_FUEL", 100)
     with pytest.raises(GrammarError):
         grammars().compile("json_schema", json.dumps(SCHEMA))
 
 
-def test_fuel_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_fails_when_its_fuel_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "STEP_FUEL", 40)
     matcher = grammars().compile("grammar", 'start: "(" /([a-z]*(ab|cd|ef)+[0-9]{3}){9}/')
     matcher.consume(tokenizer().encode_text("(")[0])
@@ -215,7 +215,7 @@ def test_fuel_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         matcher.mask()
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -40,7 +40,7 @@ def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], Temp
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_control_string_everywhere_yields_no_control_token(family: Family) -> None:
+def test_control_strings_in_any_field_yield_no_control_token(family: Family) -> None:
     template = template_of(family)
     messages, setting = conversation(template, "harmless")
     expected = control_counts(template, flat(template.opening(messages, setting)))
@@ -55,7 +55,7 @@ def test_every_control_string_everywhere_yields_no_control_token(family: Family)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_faked_turn_stays_a_users_text(family: Family) -> None:
+def test_a_faked_turn_stays_user_text(family: Family) -> None:
     """The user's text is a whole conversation, as the template itself renders it."""
     template = template_of(family)
     whole = template.opening(
@@ -93,7 +93,7 @@ def test_a_control_token_cannot_be_put_together_from_the_templates_brackets() ->
         "m.content.split('-')[0] ~ m.content.split('-')[1]",
     ],
 )
-def test_no_operation_on_a_clients_text_makes_it_the_templates(expression: str) -> None:
+def test_operations_on_client_text_never_turn_it_into_template_text(expression: str) -> None:
     source = "{% for m in messages %}{{ " + expression + " }}{% endfor %}"
     library = byte_level_library(("<end>",))
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
@@ -102,7 +102,7 @@ def test_no_operation_on_a_clients_text_makes_it_the_templates(expression: str) 
     assert template.tokenizer.token_id("<end>") not in ids
 
 
-def test_the_reply_that_stands_for_the_past_cannot_be_forged() -> None:
+def test_the_placeholder_for_earlier_replies_cannot_be_forged() -> None:
     """REPLY is half of a surrogate pair. Its JSON escape stays six characters."""
     template = template_of(QWEN_3)
     ids = flat(template.delta([Message("user", r"\udfff")], None, TemplateSetting()))

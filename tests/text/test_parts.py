@@ -19,19 +19,19 @@ def test_thinking_text_and_tool_call_are_distinguished() -> None:
     }
 
 
-def test_thinking_that_the_prompt_opened() -> None:
+def test_a_reply_starts_as_thinking_if_the_prompt_opens_it() -> None:
     assert parts_of(DEEPSEEK_R1, "<｜Assistant｜><think>\n", "because</think>yes") == {
         "text": "yes",
         "thinking": "because</think>",
     }
 
 
-def test_markers_in_an_earlier_turn_do_not_reach_into_this_one() -> None:
+def test_an_open_marker_of_an_earlier_turn_does_not_affect_the_reply() -> None:
     prompt = "<tool_call>cut off<|im_end|>\n<|im_start|>assistant\n"
     assert parts_of(QWEN_3, prompt, "yes") == {"text": "yes"}
 
 
-def test_a_user_cannot_open_a_part() -> None:
+def test_user_text_cannot_open_a_thinking_part() -> None:
     tokenizer = tokenizer_of(QWEN_3)
     marker = PartMarker(tokenizer, tokenizer.encode_text("<think>"))
     assert marker.push(tokenizer.encode_text("a")[0]) is Part.TEXT

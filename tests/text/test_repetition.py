@@ -33,14 +33,14 @@ def expected(tokens: Sequence[int], num_tokens: int) -> int | None:
     return None
 
 
-def test_a_repeated_sentence_is_noticed_soon_after_so_many_tokens() -> None:
+def test_a_repeated_sentence_is_detected_soon_after_the_limit() -> None:
     before = [1, 2, 3]
     found = noticed_after([*before, *range(100, 120)] + [*range(200, 221)] * 50)
     assert found is not None
     assert found - 23 in range(STOP_REPETITION, STOP_REPETITION + STRIDE)
 
 
-def test_a_long_paragraph_is_noticed_in_its_fourth_repeat_and_a_longer_one_never() -> None:
+def test_a_long_paragraph_is_detected_at_its_fourth_repeat_and_a_longer_one_never() -> None:
     found = noticed_after([*range(STOP_REPETITION)] * 6)
     assert found == REPEATS * STOP_REPETITION
     assert noticed_after([*range(STOP_REPETITION + 1)] * 9) is None
@@ -89,11 +89,11 @@ INNOCENT = {
 
 
 @pytest.mark.parametrize("name", INNOCENT)
-def test_what_people_ask_for_is_no_repetition(name: str) -> None:
+def test_requested_repetitive_texts_are_not_detected(name: str) -> None:
     tokens = Tokenizer.load(MODEL_PATH).encode(INNOCENT[name]).ids
     assert len(tokens) > STRIDE
     assert noticed_after(tokens) is None
 
 
-def test_a_reply_of_chance_is_never_noticed() -> None:
+def test_random_tokens_are_never_detected() -> None:
     assert noticed_after(random.Random(0).choices(range(20), k=20_000)) is None

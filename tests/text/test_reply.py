@@ -36,16 +36,16 @@ def test_tokens_release_their_text() -> None:
     assert run([A, B, C]) == ["a", "b", "c"]
 
 
-def test_an_end_of_turn_token_ends_it_and_is_not_in_the_text() -> None:
+def test_an_end_of_turn_token_ends_the_reply_and_is_not_in_its_text() -> None:
     assert run([A, 2, B]) == ["a", ("", FinishReason.STOP)]
 
 
-def test_ignore_eos_goes_on_but_still_honours_stop_token_ids() -> None:
+def test_ignore_eos_continues_but_stop_token_ids_still_end_the_reply() -> None:
     answers = run([A, 2, B, 1], ignore_eos=True, stop_token_ids=(1,))
     assert answers == ["a", "", "b", ("", FinishReason.STOP)]
 
 
-def test_a_stop_token_with_a_text_does_not_show_it() -> None:
+def test_the_text_of_a_stop_token_is_not_released() -> None:
     assert run([A, B], stop_token_ids=(B,)) == ["a", ("", FinishReason.STOP)]
 
 
@@ -58,7 +58,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
     assert answers == ["b", "c", "a", "", ("", FinishReason.STOP)]
 
 
-def test_the_beginning_of_a_stop_string_is_released_when_it_goes_on_otherwise() -> None:
+def test_the_beginning_of_a_stop_string_is_released_if_it_is_not_completed() -> None:
     assert run([A, B, D, B], stop=("bc",)) == ["a", "", "bd", ""]
 
 
@@ -67,7 +67,7 @@ def test_the_beginning_of_a_stop_string_is_flushed_at_the_end() -> None:
     assert run([A, B, 2], stop=("bc",)) == ["a", "", ("b", FinishReason.STOP)]
 
 
-def test_length_ends_it_with_the_last_token_that_fits() -> None:
+def test_the_length_limit_ends_the_reply_with_the_last_token_that_fits() -> None:
     assert run([A, B, C, D], length=3) == ["a", "b", ("c", FinishReason.LENGTH)]
 
 

@@ -20,7 +20,7 @@ def pieces_of(*tokens: tuple[str, Part], style: CallStyle | None = None) -> Read
     return together([*pieces, *cutter.end()], cutter)
 
 
-def test_pieces_come_with_the_tokens_that_complete_them() -> None:
+def test_pieces_are_released_with_the_tokens_that_complete_them() -> None:
     cutter = ReplyPieces(STYLES["hermes"], TOOLS)
     pushed = [
         cutter.push(text, part)
@@ -59,7 +59,7 @@ def test_pieces_come_with_the_tokens_that_complete_them() -> None:
     assert cutter.ends_with_call
 
 
-def test_without_a_style_all_is_text() -> None:
+def test_without_a_call_style_calls_stay_text() -> None:
     call = '<tool_call>{"name": "get_time"}</tool_call>'
     found = pieces_of((call, CALL), ("\n", TEXT))
     assert (found.text, found.calls, found.ends_with_call) == (call + "\n", [], False)
@@ -81,12 +81,12 @@ def test_without_a_style_all_is_text() -> None:
         ("\n" * 9_000 + "a b" + "\n" * 9, "a b"),
     ],
 )
-def test_thinking_is_shown_without_what_opens_and_closes_it(thinking: str, shown: str) -> None:
+def test_thinking_is_shown_without_its_opening_and_closing_tags(thinking: str, shown: str) -> None:
     assert pieces_of((thinking, THINKING)).thinking == shown
     assert pieces_of(*((each, THINKING) for each in thinking)).thinking == shown
 
 
-def test_runs_of_thinking_are_paragraphs_and_an_empty_one_is_none() -> None:
+def test_parts_of_thinking_become_paragraphs_and_empty_ones_are_dropped() -> None:
     found = pieces_of(
         ("<think>one</think>", THINKING),
         (" and", TEXT),
@@ -101,7 +101,7 @@ def test_runs_of_thinking_are_paragraphs_and_an_empty_one_is_none() -> None:
     assert (found.thinking, found.text) == ("one\n\ntwo\n\nthree", "and done \n")
 
 
-def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
+def test_leading_white_space_is_kept_unless_thinking_precedes_it() -> None:
     assert pieces_of((" \n", TEXT), ("Hello ", TEXT)).text == " \nHello "
     behind = pieces_of((" \n", TEXT), ("hm", THINKING), ("\n\n", TEXT), ("Hello ", TEXT))
     assert (behind.thinking, behind.text) == ("hm", "Hello ")
@@ -149,7 +149,7 @@ TOKENS = st.lists(
 
 @example([('[THINK]<tool_call>{"name": "f"}', CALL)], [], STYLES["hermes"])
 @given(TOKENS, st.lists(st.integers(0), max_size=12), st.sampled_from([None, STYLES["hermes"]]))
-def test_tokens_may_be_cut_anywhere(
+def test_pieces_are_the_same_however_the_reply_is_cut_into_tokens(
     tokens: list[tuple[str, Part]], borders: list[int], style: CallStyle | None
 ) -> None:
     whole = pieces_of(*tokens, style=style)

@@ -30,7 +30,7 @@ def test_text_ends_before_the_stop_string() -> None:
     assert feed(("\n\n",), ["one\n", "\ntwo"]) == ("one", "\n\n", "")
 
 
-def test_what_may_begin_a_stop_string_is_withheld() -> None:
+def test_text_that_may_begin_a_stop_string_is_withheld() -> None:
     matcher = StopMatcher(("END",))
     assert matcher.push("the E") == ("the ", None)
     assert matcher.push("N") == ("", None)
@@ -39,7 +39,7 @@ def test_what_may_begin_a_stop_string_is_withheld() -> None:
     assert matcher.flush() == "E"
 
 
-def test_of_two_matches_with_one_last_character_the_longest_counts() -> None:
+def test_of_two_matches_that_end_together_the_longest_counts() -> None:
     assert feed(("b", "aab"), ["xaab"]) == ("x", "aab", "")
 
 
@@ -112,7 +112,7 @@ def test_every_small_stop_string_on_every_longer_text() -> None:
     st.text("abc"),
     st.data(),
 )
-def test_however_the_text_is_cut_into_pieces(
+def test_the_result_is_the_same_however_the_text_is_cut_into_pieces(
     stops: tuple[str, ...], text: str, data: st.DataObject
 ) -> None:
     pieces = []

@@ -94,7 +94,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 
 
 @pytest.mark.parametrize("system", [[], [Message("system", "Be kind.")]], ids=["own", "given"])
-def test_without_tools_the_first_model_has_its_own_template(system: list[Message]) -> None:
+def test_without_tools_smollm2_uses_its_original_template(system: list[Message]) -> None:
     """The model was trained with that template."""
     itself = template_of(dataclasses.replace(SMOLLM2, template=SMOLLM2_ITSELF))
     messages = [*system, user(" Hello "), Message("assistant", "Yes "), user("мир 😀")]
@@ -112,7 +112,7 @@ APPEND_ONLY = [LLAMA_3, QWEN_2_5, QWEN_3, PHI_3, GEMMA, MISTRAL, SMOLLM2]
 
 
 @pytest.mark.parametrize("family", APPEND_ONLY, ids=by_name)
-def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family: Family) -> None:
+def test_a_chat_of_many_turns_has_the_same_ids_as_one_rendering(family: Family) -> None:
     template = template_of(family)
     first, *turns = [user(f"Hello {i}, how are you?") for i in range(4)]
     history = [first]
@@ -162,7 +162,7 @@ def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family: Family) -> No
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_delta_begins_with_what_still_closes_the_open_reply(
+def test_a_delta_begins_with_the_text_that_closes_an_open_reply(
     family: Family, open_delta: str, closed_delta: str
 ) -> None:
     template = template_of(family)
@@ -173,7 +173,7 @@ def test_a_delta_begins_with_what_still_closes_the_open_reply(
         assert spoken(template, flat(template.delta([user("Hi")], last, NOTHING))) == closed_delta
 
 
-def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so() -> None:
+def test_the_token_that_the_template_writes_after_a_reply_ends_a_turn() -> None:
     template = template_of(GEMMA)
     assert template.end_of_turn_ids == {
         template.tokenizer.token_id("<eos>"),
@@ -182,7 +182,7 @@ def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so() ->
     assert template.tokenizer.eos_token_ids == {template.tokenizer.token_id("<eos>")}
 
 
-def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into() -> None:
+def test_the_empty_thinking_of_enable_thinking_false_stays_in_the_log() -> None:
     template = template_of(QWEN_3)
     quiet = TemplateSetting(options={"enable_thinking": False})
     opening = flat(template.opening([user("Hello")], quiet))
@@ -218,7 +218,7 @@ def test_a_deepseek_answer_follows_a_sampled_call() -> None:
     )
 
 
-def test_a_clients_own_call_is_written_as_json_where_the_template_adds_text_to_it() -> None:
+def test_a_call_sent_by_the_client_is_written_as_json_if_the_template_concatenates_it() -> None:
     template = template_of(DEEPSEEK_R1)
     call = Message("assistant", tool_calls=(ToolCall("f", {"a": "é"}),))
     opening = template.opening([user("Hi"), call, Message("tool", "1")], NOTHING)
@@ -235,7 +235,7 @@ def test_the_system_prompt_and_the_tools_are_written_once() -> None:
     assert spoken(template, flat(delta)) == "</s>[INST] Hi[/INST]"
 
 
-def test_a_template_that_wants_to_see_the_call_that_is_answered() -> None:
+def test_a_tool_message_works_if_the_template_requires_the_call_before_it() -> None:
     source = QWEN_2_5.template.replace(
         '{%- elif message.role == "tool" %}',
         '{%- elif message.role == "tool" %}{%- if not messages[loop.index0 - 1].tool_calls and '

@@ -51,7 +51,7 @@ def setting_of(family: Family) -> TemplateSetting:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_a_head_and_what_follows_it_are_the_opening_as_a_whole(family: Family) -> None:
+def test_a_head_and_the_tokens_after_it_equal_the_whole_opening(family: Family) -> None:
     template, setting = template_of(family), setting_of(family)
     for first in firsts_of(family):
         head = template.head(first, setting)
@@ -70,7 +70,7 @@ def test_a_head_and_what_follows_it_are_the_opening_as_a_whole(family: Family) -
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_without_a_head_all_of_the_opening_follows(family: Family) -> None:
+def test_without_a_head_the_tokens_after_it_are_the_whole_opening(family: Family) -> None:
     template, setting = template_of(family), setting_of(family)
     for first in firsts_of(family):
         after_head = template.tokens_after_head(NO_HEAD, first, [user("Hello")], setting)
@@ -78,7 +78,7 @@ def test_without_a_head_all_of_the_opening_follows(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, PHI_3], ids=by_name)
-def test_a_head_has_all_that_the_first_messages_say(family: Family) -> None:
+def test_a_head_contains_the_whole_text_of_the_first_messages(family: Family) -> None:
     template, setting = template_of(family), setting_of(family)
     first = [SYSTEM, *SHOTS]
     head = template.head(first, setting)
@@ -89,7 +89,7 @@ def test_a_head_has_all_that_the_first_messages_say(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, LLAMA_3], ids=by_name)
-def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
+def test_after_few_shot_turns_a_delta_equals_the_tokens_after_the_head(family: Family) -> None:
     """The head ends like a reply that the model ended by itself, so later deltas are as usual."""
     template, setting = template_of(family), setting_of(family)
     first = [SYSTEM, *SHOTS]
@@ -113,7 +113,7 @@ def test_tools_are_in_the_head_or_follow_it(family: Family, first: list[Message]
         assert "get_weather" in spoken(template, head.token_ids)
 
 
-def test_options_of_the_template_count() -> None:
+def test_a_head_depends_on_template_options() -> None:
     template = template_of(QWEN_3)
     first = [SYSTEM, *SHOTS]
     for quiet in True, False:
@@ -168,7 +168,7 @@ def test_the_head_of_a_reasoning_model_has_no_thinking_that_the_template_drops()
     assert head.token_ids + flat(after_head) == flat(whole)
 
 
-def test_what_a_template_refuses_has_no_head() -> None:
+def test_messages_that_the_template_refuses_have_no_head() -> None:
     with pytest.raises(InvalidArgument):
         template_of(GEMMA).head([SYSTEM], NOTHING)
     with pytest.raises(InvalidArgument, match="unknown option"):

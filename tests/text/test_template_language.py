@@ -14,13 +14,13 @@ def opening_text(template: ChatTemplate, setting: TemplateSetting = NOTHING) -> 
     return spoken(template, flat(template.opening([user("Hi")], setting)))
 
 
-def test_the_day_is_a_value_and_not_the_clocks() -> None:
+def test_the_date_comes_from_the_setting_and_not_from_the_clock() -> None:
     template = template_with(LOOP + "{{ strftime_now('%d %b %Y') }}")
     newton = TemplateSetting(now=datetime(1687, 7, 5, tzinfo=UTC))
     assert opening_text(template, newton) == "<s>user:Hi</s>05 Jul 1687"
 
 
-def test_loop_controls_generation_tags_and_json_without_escapes() -> None:
+def test_loop_controls_generation_tags_and_unescaped_json_work() -> None:
     template = template_with(
         "{% for m in messages %}{% generation %}<s>{{ m.content | tojson }}{% endgeneration %}"
         "{% if loop.index > 5 %}{% break %}{% endif %}{% endfor %}{{ {'é': '<b>'} | tojson }}"
@@ -36,7 +36,7 @@ def test_a_second_template_serves_conversations_with_tools() -> None:
     assert opening_text(template, EQUIPPED) == "[get_weather]<s>user:Hi</s>"
 
 
-def test_control_tokens_that_pass_through_macros_sets_and_filters() -> None:
+def test_control_tokens_survive_macros_sets_and_filters() -> None:
     template = template_with(
         "{% macro turn(m) %}<s>{{ m.role }}{% endmacro %}"
         "{% set end %}{{ eos_token }}{% endset %}"
@@ -52,7 +52,7 @@ def test_control_tokens_that_pass_through_macros_sets_and_filters() -> None:
     assert (ids.count(start), ids.count(end)) == (3, 3)
 
 
-def test_control_tokens_in_lists_and_mappings() -> None:
+def test_control_tokens_survive_in_lists_and_mappings() -> None:
     template = template_with(
         "{% set turn = {'user': '<s>', 'assistant': '</s>'} %}"
         "{% for m in messages %}{{ turn[m.role] }}{{ m.content }}"
@@ -63,13 +63,13 @@ def test_control_tokens_in_lists_and_mappings() -> None:
     assert (ids[0], ids[-2:]) == (start, [end, start])
 
 
-def test_a_control_token_composed_of_a_role() -> None:
+def test_a_control_token_may_be_composed_with_a_role() -> None:
     template = template_of(PHI_3)
     ids = flat(template.opening([user("Hi")], NOTHING))
     assert ids[0] == template.tokenizer.token_id("<|user|>")
 
 
-def test_a_reply_that_ended_with_the_next_turns_first_token() -> None:
+def test_a_delta_does_not_repeat_the_next_turns_first_token() -> None:
     """GLM's models end a turn with the token that names the next speaker."""
     library = byte_level_library(("<|assistant|>", "<|tool|>", "<|user|>"))
     source = (

@@ -21,7 +21,7 @@ from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5], ids=lambda family: family.name)
-def test_templates_that_only_append(family: Family) -> None:
+def test_the_probe_reports_nothing_for_append_only_templates(family: Family) -> None:
     report = probe(template_of(family))
     assert report == (type(report))(True, True, (), (), ())
 
@@ -56,7 +56,7 @@ def test_templates_that_only_append(family: Family) -> None:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_what_a_template_does_to_earlier_turns_is_named(
+def test_the_probe_names_the_changes_to_earlier_turns(
     family: Family, differences: set[str]
 ) -> None:
     report = probe(template_of(family))
@@ -65,7 +65,7 @@ def test_what_a_template_does_to_earlier_turns_is_named(
     assert report.same_tokens
 
 
-def test_dialogues_that_a_template_cannot_render() -> None:
+def test_the_probe_names_dialogues_that_a_template_cannot_render() -> None:
     refusals = probe(template_of(GEMMA)).refusals
     assert "a system prompt: the chat template refuses: System role not supported" in refusals
     assert "tools: this model's chat template does not write tools" in refusals
@@ -85,7 +85,7 @@ def report_on(source: str, library: Library | None = None) -> TemplateReport:
         "{{ ('<s>@' ~ m.role) | replace('@', '') }}",
     ],
 )
-def test_control_tokens_that_cannot_be_distinguished_from_text_are_noticed(opening: str) -> None:
+def test_control_tokens_that_cannot_be_distinguished_from_text_are_reported(opening: str) -> None:
     ending = " {{ m.content }}</s>{% endfor %}"
     lost = report_on("{% for m in messages %}" + opening + ending).lost_controls
     assert "conversations" in lost
@@ -96,11 +96,11 @@ ALL = [DEEPSEEK_R1, GEMMA, LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3]
 
 
 @pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
-def test_the_templates_of_real_models_lose_none(family: Family) -> None:
+def test_templates_of_real_models_lose_no_control_token(family: Family) -> None:
     assert probe(template_of(family)).lost_controls == ()
 
 
-def test_any_other_difference_is_quoted() -> None:
+def test_the_probe_quotes_any_other_difference() -> None:
     report = report_on(
         "{% for m in messages %}<s>{{ loop.revindex }} {{ m.role }} {{ m.content }}</s>{% endfor %}"
     )
@@ -111,7 +111,7 @@ def test_any_other_difference_is_quoted() -> None:
     )
 
 
-def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed() -> None:
+def test_tokens_that_differ_at_the_border_of_a_turn_are_reported() -> None:
     """The tokenizer puts a space before each section of text. In this log, each turn is a section."""
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -131,6 +131,6 @@ def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed() -> None:
         "{{ 'x' * 10 ** 13 }}{% for m in messages %}{{ m.content }}{% endfor %}",
     ],
 )
-def test_a_template_that_python_cannot_take_is_a_model_error(source: str) -> None:
+def test_a_template_that_jinja_cannot_compile_or_run_is_a_model_error(source: str) -> None:
     with pytest.raises(ModelError):
         report_on(source)

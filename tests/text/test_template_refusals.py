@@ -79,7 +79,7 @@ def test_a_conversation_begins_with_any_number_of_messages() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_written_is_refused_and_names_the_field(
+def test_the_error_for_a_message_that_the_template_cannot_write_names_the_field(
     family: Family, messages: list[Message], field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=problem) as caught:
@@ -88,13 +88,13 @@ def test_what_cannot_be_written_is_refused_and_names_the_field(
     assert "\n" not in str(caught.value)
 
 
-def test_a_system_prompt_that_could_only_stand_at_the_beginning() -> None:
+def test_a_later_system_prompt_is_refused_if_the_template_moves_it_to_the_beginning() -> None:
     """DeepSeek's template moves it to the beginning, which is already in the log."""
     with pytest.raises(InvalidArgument, match="no message of the role 'system' after a reply"):
         template_of(DEEPSEEK_R1).delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
 
 
-def test_a_system_prompt_in_the_middle() -> None:
+def test_a_system_prompt_in_the_middle_is_written_if_the_template_allows_it() -> None:
     template = template_of(QWEN_3)
     delta = template.delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
     assert "<|im_start|>system\nKind.<|im_end|>\n" in spoken(template, flat(delta))
@@ -127,7 +127,7 @@ def deep(levels: int) -> dict[str, Any]:
         (LLAMA_3, TemplateSetting(options={"date_string": 7}), "messages", "refuses"),
     ],
 )
-def test_a_setting_that_cannot_be_honoured_is_refused(
+def test_a_setting_that_the_template_cannot_honour_is_refused(
     family: Family, setting: TemplateSetting, field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=problem) as caught:
@@ -161,13 +161,13 @@ def test_nul_is_refused_where_the_tokenizer_would_lose_it() -> None:
         template.opening([user("a\0b")], NOTHING)
 
 
-def test_a_log_that_begins_with_text_begins_like_any_text() -> None:
+def test_text_at_the_start_of_a_log_is_tokenized_like_any_text() -> None:
     library = sentencepiece_library(("<s>",), prepend_scheme="first")
     source = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
     assert flat(template.opening([user("the")], NOTHING)) == library.encode("the<s>").ids
 
 
-def test_a_model_without_a_template() -> None:
+def test_a_model_without_a_template_is_refused() -> None:
     with pytest.raises(ModelError, match="no chat template"):
         ChatTemplate(Tokenizer(byte_level_library().to_str()))

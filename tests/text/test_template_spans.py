@@ -39,7 +39,7 @@ def test_the_span_of_each_message() -> None:
     assert spoken(template, opening[0]) == ("<|im_start|>system\nKind.<|im_end|>\n")
 
 
-def test_a_template_that_insists_on_a_users_message_at_the_end() -> None:
+def test_spans_are_joined_if_the_template_requires_a_final_user_message() -> None:
     template = template_with(
         "{% if messages[-1].role != 'user' %}{{ raise_exception('Say something!') }}{% endif %}"
         + LOOP
@@ -70,7 +70,7 @@ def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span() ->
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_of_very_many_messages_the_last_one_has_all_tokens(
+def test_with_very_many_messages_the_last_message_gets_all_tokens(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The messages are rendered only once. The tokens are the same."""

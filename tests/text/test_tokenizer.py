@@ -27,7 +27,7 @@ from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 # -- loading --
 
 
-def test_a_folder_gives_tokens_strings_templates_and_end_of_turn(tmp_path: Path) -> None:
+def test_load_reads_tokens_special_strings_templates_and_end_of_turn_ids(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path, LLAMA_3))
     assert tokenizer.special_strings == {
         "bos_token": "<|begin_of_text|>",
@@ -48,7 +48,7 @@ def test_a_folder_gives_tokens_strings_templates_and_end_of_turn(tmp_path: Path)
         ("generation_config.json", {"eos_token_id": None}, {364}),
     ],
 )
-def test_where_the_end_of_turn_ids_come_from(
+def test_end_of_turn_ids_are_read_from_each_possible_file(
     tmp_path: Path, file: str, content: Any, ids: set[int]
 ) -> None:
     write_folder(tmp_path, LLAMA_3)
@@ -56,7 +56,7 @@ def test_where_the_end_of_turn_ids_come_from(
     assert Tokenizer.load(tmp_path).eos_token_ids == ids
 
 
-def test_templates_by_name_and_the_jinja_file_which_wins(tmp_path: Path) -> None:
+def test_named_templates_are_read_and_the_jinja_file_takes_precedence(tmp_path: Path) -> None:
     write_folder(tmp_path, LLAMA_3)
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     config = {"chat_template": named, "eos_token": {"content": "<|eot_id|>"}}
@@ -91,7 +91,7 @@ def test_a_special_tokens_map_is_read_too(tmp_path: Path) -> None:
         ("generation_config.json", b'{"eos_token_id": "</s>"}', "no usable tokenizer"),
     ],
 )
-def test_a_bad_file_is_one_clear_line(
+def test_a_bad_file_is_an_error_of_one_line(
     tmp_path: Path, file: str, content: Any, problem: str
 ) -> None:
     write_folder(tmp_path, LLAMA_3)
@@ -103,12 +103,12 @@ def test_a_bad_file_is_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-def test_the_fingerprint_changes_with_whatever_decides_the_tokens(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_everything_that_affects_the_tokens(tmp_path: Path) -> None:
     def fingerprint(**changed: Any) -> str:
         write_folder(tmp_path, LLAMA_3)
         for name, content in changed.items():
@@ -161,13 +161,15 @@ def test_literals_are_tokenized_as_the_library_tokenizes_them(family: Family) ->
 @pytest.mark.parametrize(
     "text", ["Hello the", "<s>Hello<s> the</s>", "<s><s> Hello", " Hello</s>the"]
 )
-def test_the_space_before_a_section_is_the_librarys(prepend_scheme: str | None, text: str) -> None:
+def test_the_space_before_a_section_is_as_in_the_library(
+    prepend_scheme: str | None, text: str
+) -> None:
     library = sentencepiece_library(("<s>", "</s>"), prepend_scheme=prepend_scheme)
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.encode_literal(text) == library.encode(text, add_special_tokens=False).ids
 
 
-def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning() -> None:
+def test_text_in_the_middle_of_a_log_gets_no_leading_space() -> None:
     library = sentencepiece_library(("<s>",), prepend_scheme="first")
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.decode(tokenizer.encode("the").ids) == "the"
@@ -175,7 +177,7 @@ def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning() -> None:
     assert library.id_to_token(tokenizer.encode("the", at_start=True).ids[0]) == "▁t"
 
 
-def test_tokens_know_the_character_they_begin_at() -> None:
+def test_encode_returns_the_start_character_of_each_token() -> None:
     tokenizer = tokenizer_of(PHI_3)
     text = tokenizer.encode("ab<|end|>é")
     assert text.starts[:2] == [0, 1]
@@ -183,7 +185,7 @@ def test_tokens_know_the_character_they_begin_at() -> None:
     assert text.starts[-2:] == [9, 9]
 
 
-def test_a_token_that_takes_white_space_with_it() -> None:
+def test_a_control_token_may_include_surrounding_white_space() -> None:
     library = byte_level_library()
     library.add_special_tokens([AddedToken("<m>", lstrip=True, rstrip=True, normalized=False)])
     tokenizer = Tokenizer(library.to_str())
@@ -198,7 +200,7 @@ def test_the_longest_of_several_control_tokens_counts() -> None:
     assert tokenizer.encode_literal("<a><b>") == [tokenizer.token_id("<a><b>")]
 
 
-def test_control_strings_in_text_are_not_even_cut() -> None:
+def test_control_strings_in_text_do_not_split_the_text() -> None:
     """A split would begin a new section, and this vocabulary begins each section with a space."""
     library = sentencepiece_library(("<s>", "</s>"))
     library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
@@ -231,7 +233,7 @@ def word_level(*words: str) -> Tokenizer:
     return Tokenizer(library.to_str())
 
 
-def test_a_vocabulary_whose_words_include_its_control_tokens() -> None:
+def test_control_strings_stay_text_if_they_are_words_of_the_vocabulary() -> None:
     tokenizer = word_level("hello", "<end>", "<", "end>")
     assert tokenizer.encode_text("hello <end> hello") == [1, 3, 4, 1]
     assert tokenizer.encode_literal("hello<end>") == [1, 2]
@@ -250,7 +252,7 @@ def test_a_control_token_of_a_single_character_cannot_be_written() -> None:
         Tokenizer(library.to_str()).encode_text("§")
 
 
-def test_a_normalizer_makes_no_control_token() -> None:
+def test_a_normalizer_creates_no_control_token_from_text() -> None:
     library = byte_level_library(("<end>",))
     library.normalizer = normalizers.Lowercase()
     library.add_tokens([AddedToken("<stop>", normalized=True)])
@@ -258,7 +260,7 @@ def test_a_normalizer_makes_no_control_token() -> None:
     assert not tokenizer.control_ids & set(tokenizer.encode_text("<END> <STOP> <stop>"))
 
 
-def test_our_own_anchor_is_text_even_if_a_client_guesses_it() -> None:
+def test_the_tokenizers_internal_anchor_is_text_if_a_client_sends_it() -> None:
     tokenizer = tokenizer_of(GEMMA)
     for text in (tokenizer._anchor, f"a{tokenizer._anchor}{tokenizer._anchor}b"):
         for at_start in (True, False):
@@ -283,7 +285,7 @@ def test_token_text_of_any_id() -> None:
     assert tokenizer.token_text(10**9) == tokenizer.token_text(-1) == ""
 
 
-def test_a_long_text_has_the_tokens_of_its_parts_and_too_long_a_one_is_refused() -> None:
+def test_a_long_text_is_encoded_in_parts_and_refused_if_it_is_too_long() -> None:
     tokenizer = Tokenizer.load(MODEL_PATH)
     line = "The rain is over in Oslo.\n"
     short, long = line * 200, line * 400

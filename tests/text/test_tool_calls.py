@@ -64,14 +64,14 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_the_calls_of_a_reply(name: str) -> None:
+def test_calls_are_read_from_replies(name: str) -> None:
     found = read(name.partition(",")[0], REPLIES[name])
     assert found.whole == [PARIS, TIME]
     assert (found.text, found.ends_with_call) == ("", True)
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_may_be_cut_anywhere(name: str) -> None:
+def test_a_reply_may_be_cut_into_tokens_anywhere(name: str) -> None:
     style, reply = name.partition(",")[0], REPLIES[name]
     assert read(style, *reply) == read(style, reply)
     for border in range(len(reply)):
@@ -79,7 +79,7 @@ def test_a_reply_may_be_cut_anywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_that_breaks_off_loses_nothing(name: str) -> None:
+def test_a_reply_cut_off_at_any_length_loses_nothing(name: str) -> None:
     """At any length limit, an unfinished call is kept as it is, and the rest is text."""
     style, reply = name.partition(",")[0], REPLIES[name]
     for border in range(len(reply)):
@@ -90,7 +90,7 @@ def test_a_reply_that_breaks_off_loses_nothing(name: str) -> None:
             assert found.text == reply[:border]
 
 
-def test_arguments_are_passed_on_as_they_come_and_as_they_are_written() -> None:
+def test_arguments_are_passed_on_incrementally_and_verbatim() -> None:
     reply = (
         '<tool_call>{"name": "get_weather", "arguments": {"city" :\t"Par\\u0069s",\n"days":3e0 } }'
     )
@@ -102,13 +102,13 @@ def test_arguments_are_passed_on_as_they_come_and_as_they_are_written() -> None:
     assert (cut_off.whole, cut_off.text, cut_off.ends_with_call) == ([], "", False)
 
 
-def test_a_call_that_no_json_goes_on_stays_unfinished_and_the_rest_is_text() -> None:
+def test_a_call_with_invalid_json_stays_unfinished_and_the_rest_is_text() -> None:
     found = read("hermes", '<tool_call>{"name": "get_time", "arguments": {"a": tru}}</tool_call> x')
     assert found.calls == [("get_time", '{"a": ')]
     assert (found.whole, found.text, found.ends_with_call) == ([], "tru}}</tool_call> x", False)
 
 
-def test_text_before_and_behind_calls_keeps_its_white_space_but_not_that_of_the_calls() -> None:
+def test_white_space_of_text_is_kept_but_not_that_of_calls() -> None:
     found = read("hermes", "I look.\n\n" + REPLIES["hermes"] + "\n\nSo.\n")
     assert (found.text, found.whole) == ("I look.\n\nSo.\n", [PARIS, TIME])
     assert not found.ends_with_call
@@ -116,7 +116,7 @@ def test_text_before_and_behind_calls_keeps_its_white_space_but_not_that_of_the_
     assert read("hermes", REPLIES["hermes"] + "\n \n").text == ""
 
 
-def test_a_call_may_follow_what_only_began_like_one() -> None:
+def test_a_call_may_follow_the_beginning_of_a_marker() -> None:
     for lead in ("<", "<tool_", "<tool_call>", '<tool_call>{"name', "a <b> "):
         found = read("hermes", lead + REPLIES["hermes"])
         assert (found.text, found.whole) == (lead.rstrip(), [PARIS, TIME])
@@ -158,7 +158,7 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("style", "text"), NO_CALLS)
-def test_what_is_no_call_is_text_exactly_as_it_was_sampled(style: str, text: str) -> None:
+def test_replies_without_a_valid_call_stay_text_exactly(style: str, text: str) -> None:
     for reply in (text, text + "\n", "\n " + text):
         found = read(style, *reply)
         assert found.text == reply or found.calls, reply
@@ -166,7 +166,7 @@ def test_what_is_no_call_is_text_exactly_as_it_was_sampled(style: str, text: str
     assert read(style, text) == (text, [], [], False, "")
 
 
-def test_without_tools_any_name_may_be_called_that_can_be_printed() -> None:
+def test_without_tools_a_call_may_have_any_printable_name() -> None:
     assert read("hermes", '<tool_call>{"name": "other"}', tools=()).whole == [("other", {})]
     for name in ("", "a\\nb", "a" * 257):
         text = f'<tool_call>{{"name": "{name}"}}'
@@ -204,7 +204,7 @@ def test_a_reply_has_a_bounded_number_of_calls() -> None:
         ("{'a': {'b': [1]}, \"c\": 'd',}", {"a": {"b": [1]}, "c": "d"}),
     ],
 )
-def test_literals_of_python(literal: str, value: Any) -> None:
+def test_python_literals_are_read_as_arguments(literal: str, value: Any) -> None:
     found = read("pythonic", f"[get_weather(city={literal})]")
     assert found.whole == [("get_weather", {"city": value})]
 
@@ -217,20 +217,20 @@ def test_literals_of_python(literal: str, value: Any) -> None:
         *("__import__('os')", "[,]", "'\\U00110000'", "+1", "1 if x else 2", "{'a' 1}", "{**a}"),
     ],
 )
-def test_what_python_has_besides_is_no_argument(literal: str) -> None:
+def test_python_expressions_that_are_not_literals_are_no_arguments(literal: str) -> None:
     found = read("pythonic", f"[get_weather(city={literal})]")
     assert found.whole == []
     assert [name for name, _ in found.calls] == ["get_weather"]
     assert found.text.endswith(")]")
 
 
-def test_an_argument_comes_once() -> None:
+def test_a_repeated_argument_is_no_call() -> None:
     assert read("pythonic", "[get_weather(city=1, city=2)]").whole == []
     twice = "<parameter=city>1</parameter>" * 2
     assert read("hermes", f"<function=get_weather>{twice}</function>").whole == []
 
 
-def test_the_schema_says_what_an_argument_between_marks_is() -> None:
+def test_the_schema_decides_the_type_of_an_xml_argument() -> None:
     def element(city: str, days: str) -> str:
         return (
             f"<function=get_weather><parameter=city>{city}</parameter>"
@@ -251,7 +251,7 @@ def test_the_schema_says_what_an_argument_between_marks_is() -> None:
 # -- control tokens --
 
 
-def test_a_mark_without_text_opens_calls_too() -> None:
+def test_a_marker_token_without_text_also_opens_a_call() -> None:
     call = Part.TOOL_CALL
     body = '{"name": "get_time", "arguments": {}}'
     for style, tokens in (
@@ -269,14 +269,14 @@ def test_a_mark_without_text_opens_calls_too() -> None:
         assert (apart.text, apart.whole) == ("So.", [TIME, TIME]), style
 
 
-def test_a_mark_that_the_model_has_as_a_token_counts_only_as_one() -> None:
+def test_a_marker_that_is_a_token_counts_only_as_that_token() -> None:
     style = style_of(template_of(QWEN_3))
     assert style is not None
     assert read(style, REPLIES["hermes"]).text == REPLIES["hermes"]
     assert read(style, (REPLIES["hermes"], Part.TOOL_CALL)).whole == [PARIS, TIME]
 
 
-def test_thinking_ends_what_looked_like_a_call() -> None:
+def test_thinking_inside_the_beginning_of_a_call_makes_it_text() -> None:
     found = read("hermes", '<tool_call>{"name"', ("hm", Part.THINKING), ': "get_time"}')
     assert (found.text, found.thinking, found.calls) == (
         '<tool_call>{"name": "get_time"}',
@@ -288,7 +288,7 @@ def test_thinking_ends_what_looked_like_a_call() -> None:
 # -- styles --
 
 
-def test_the_style_of_a_model() -> None:
+def test_the_call_style_follows_from_the_models_template() -> None:
     found = {each.name: style_of(template_of(each)) for each in families.FAMILIES}
     styles = {name: style for name, style in found.items() if style is not None}
     assert {name: style.name for name, style in styles.items()} == {
@@ -302,7 +302,7 @@ def test_the_style_of_a_model() -> None:
     assert styles["mistral"].mark_is_token
 
 
-def test_a_setting_names_a_style() -> None:
+def test_the_tool_calls_setting_selects_a_style() -> None:
     template = template_of(LLAMA_3)
     assert style_named("auto", template) == style_of(template)
     assert style_named("none", template_of(QWEN_3)) is None
@@ -317,7 +317,7 @@ def test_a_setting_names_a_style() -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
-def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
+def test_a_call_written_by_a_template_is_read(family: Family) -> None:
     """Parts and texts equal those from the tokens of such a reply."""
     tokenizer, template = tokenizer_of(family), template_of(family)
     call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
@@ -340,7 +340,7 @@ def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
 
 
 @given(st.data(), st.sampled_from(sorted(WRITERS)), CALLS, st.lists(st.integers(0), max_size=20))
-def test_calls_that_were_written_are_read(
+def test_random_written_calls_are_read(
     data: st.DataObject, writer: str, calls: list[tuple[str, dict[str, Any]]], borders: list[int]
 ) -> None:
     if writer == "hermes xml":  # a value must not contain its own end tag, and strings stay strings
@@ -391,7 +391,7 @@ FRAGMENTS = st.lists(
 
 
 @given(st.sampled_from(sorted(STYLES)), FRAGMENTS, st.lists(st.integers(0), max_size=20))
-def test_any_text_is_read_alike_however_it_is_cut(
+def test_any_text_is_read_the_same_however_it_is_cut(
     style: str, reply: str, borders: list[int]
 ) -> None:
     whole = read(style, reply)
@@ -403,7 +403,7 @@ def test_any_text_is_read_alike_however_it_is_cut(
 
 
 @given(st.sampled_from(sorted(STYLES)), st.text() | FRAGMENTS)
-def test_a_text_without_a_call_comes_back_as_it_is(style: str, reply: str) -> None:
+def test_a_text_without_a_call_is_unchanged(style: str, reply: str) -> None:
     found = read(style, *reply)
     assert found.calls or found.text == reply
 
@@ -411,7 +411,7 @@ def test_a_text_without_a_call_comes_back_as_it_is(style: str, reply: str) -> No
 # -- hostile replies --
 
 
-def test_no_more_than_a_bound_is_withheld() -> None:
+def test_the_withheld_text_is_limited() -> None:
     lead = '<tool_call>{"name": "get_time", "id": "'
     found = read("hermes", lead + "x" * WITHHELD_MAX, '"}</tool_call>')
     assert (found.calls, len(found.text)) == ([], len(lead) + WITHHELD_MAX + 14)

@@ -88,7 +88,7 @@ def num_lines(style: str, reply: str) -> int:
 
 
 @pytest.mark.parametrize(("style", "name"), CASES)
-def test_time_grows_with_the_length_of_a_reply_and_no_faster(
+def test_time_grows_linearly_with_the_length_of_a_reply(
     monkeypatch: pytest.MonkeyPatch, style: str, name: str
 ) -> None:
     """Limits are reached within the first part, so every further part costs as much as the one before."""
@@ -130,7 +130,7 @@ def test_memory_is_bounded() -> None:
         ("pythonic", "[get_weather(city=", ")]"),
     ],
 )
-def test_depth_is_that_of_a_message(style: str, lead: str, end: str) -> None:
+def test_nesting_is_limited_as_in_messages(style: str, lead: str, end: str) -> None:
     most = DEPTH_MAX if style == "pythonic" else DEPTH_MAX - 1  # the arguments object is one level
     assert len(read(style, lead + "[" * most + "]" * most + end).whole) == 1
     deeper = read(style, lead + "[" * (most + 1) + "]" * (most + 1) + end)

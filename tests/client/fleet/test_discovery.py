@@ -48,7 +48,7 @@ def admin(cluster: Cluster, *words: str) -> int:
 
 
 @needs_sqlite
-def test_the_replicas_are_those_that_have_the_history_open(cluster: Cluster) -> None:
+def test_list_replicas_returns_all_daemons_that_have_the_history_open(cluster: Cluster) -> None:
     for rig in cluster.values():
         found = asyncio.run(SharedReplicas(rig.server.address, token=OPERATOR).list_replicas())
         assert [(each.name, each.address, each.state) for each in found] == [
@@ -57,7 +57,7 @@ def test_the_replicas_are_those_that_have_the_history_open(cluster: Cluster) -> 
 
 
 @needs_sqlite
-def test_figures_are_of_all_of_them(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_include_all_replicas(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert admin(cluster, "stats", "--json") == 0
     shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert [(each["name"], each["answered"]) for each in shown["replicas"]] == [
@@ -68,7 +68,7 @@ def test_figures_are_of_all_of_them(cluster: Cluster, capsys: pytest.CaptureFixt
 
 
 @needs_sqlite
-def test_whose_a_conversation_is_says_the_table_of_owners(
+def test_explain_takes_the_owner_from_the_history(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the owner has KV of the conversation. Both daemons know the owner."""
@@ -79,7 +79,7 @@ def test_whose_a_conversation_is_says_the_table_of_owners(
 
 
 @needs_sqlite
-def test_one_of_them_is_named_as_the_history_names_it(
+def test_replica_selects_a_daemon_by_its_name_in_the_history(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(cluster, "evict", "tea") == 2
@@ -90,7 +90,9 @@ def test_one_of_them_is_named_as_the_history_names_it(
     assert capsys.readouterr().out == "1 chunks dropped\n"
 
 
-def test_a_daemon_alone_is_the_only_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_daemon_is_listed_as_the_only_replica(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         address = f"unix:{tmp_path / 'data' / 'admin.sock'}"
         (found,) = asyncio.run(SharedReplicas(address).list_replicas())

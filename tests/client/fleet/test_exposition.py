@@ -34,7 +34,7 @@ def escaped(value: str) -> str:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_a_label_that_could_be_mistaken_stays_what_it_was(value: str) -> None:
+def test_labels_with_special_characters_are_unchanged(value: str) -> None:
     text = f'# TYPE x gauge\nx{{t="{escaped(value)}",u="1"}} 2.5 1395066363000\n'
     (family,) = [
         each
@@ -58,7 +58,7 @@ def test_a_replica_may_have_any_name(value: str) -> None:
     assert samples == {"pensieve_replica_up": {"replica": value}, "x": {"replica": value}}
 
 
-def test_a_name_is_announced_once_and_its_samples_stand_together() -> None:
+def test_merged_metrics_have_one_help_and_type_line_before_all_samples() -> None:
     first = "# HELP x Of a.\n# TYPE x counter\nx 1\n# TYPE y gauge\ny 2\n"
     second = '# HELP y Why.\n# TYPE y gauge\ny{z="1"} 3\n# HELP x Of b.\n# TYPE x counter\nx{} 4\n'
     assert merged([(A, read(first)), (B, read(second))]) == (
@@ -77,11 +77,11 @@ def test_a_name_is_announced_once_and_its_samples_stand_together() -> None:
     )
 
 
-def test_a_replica_that_is_down_has_one_sample() -> None:
+def test_an_unreachable_replica_has_only_the_sample_up_0() -> None:
     assert merged([(A, None)]).split("\n")[2:] == ['pensieve_replica_up{replica="a"} 0', ""]
 
 
-def test_the_parts_of_a_histogram_stay_with_it() -> None:
+def test_buckets_count_and_sum_stay_with_their_histogram() -> None:
     text = (
         "# TYPE h histogram\n"
         'h_bucket{le="1.0"} 1\nh_bucket{le="+Inf"} 2\nh_count 2\nh_sum 3.5\n'
@@ -94,7 +94,7 @@ def test_the_parts_of_a_histogram_stay_with_it() -> None:
     assert lines == ['h_total{replica="a"} 9', 'h_total{replica="b"} 9']
 
 
-def test_a_daemon_that_names_itself_keeps_its_name_beside_ours() -> None:
+def test_a_different_replica_label_of_a_daemon_becomes_exported_replica() -> None:
     text = 'x{replica="a",y="1"} 1\n'
     assert 'x{replica="a",y="1"} 1\n' in merged([(A, read(text))])
     assert 'x{replica="b",exported_replica="a",y="1"} 1\n' in merged([(B, read(text))])
@@ -102,7 +102,7 @@ def test_a_daemon_that_names_itself_keeps_its_name_beside_ours() -> None:
     assert 'x{replica="h:3"} 1\n' in merged([(UNNAMED, read("x 1\n"))])
 
 
-def test_openmetrics_is_read_and_what_the_other_format_has_not_is_left_out() -> None:
+def test_openmetrics_is_converted_and_its_additional_features_are_omitted() -> None:
     text = (
         "# TYPE x_tokens counter\n# UNIT x_tokens tokens\n# HELP x_tokens Tokens.\n"
         'x_tokens_total{a="#"} 17.0 1520879607.789 # {trace_id="KOO5S4vxi0o"} 0.67 1520879607.7\n'
@@ -125,13 +125,13 @@ def test_openmetrics_is_read_and_what_the_other_format_has_not_is_left_out() -> 
     assert samples == ["pensieve_replica_up", "x_tokens_total", "x_tokens_created", "s", "u"]
 
 
-def test_names_in_quotes_are_names() -> None:
+def test_quoted_metric_and_label_names_are_read() -> None:
     found = merged([(A, read('{"http.requests","a.b"="c"} 1\n{"x",y="z"} 2\n'))])
     assert '{"http.requests",replica="a","a.b"="c"} 1\n' in found
     assert 'x{replica="a",y="z"} 2\n' in found
 
 
-def test_a_text_that_was_merged_can_be_merged_again() -> None:
+def test_merged_metrics_can_be_merged_again() -> None:
     once = merged([(A, read("# TYPE x gauge\nx 1\n")), (B, None)])
     again = merged([(UNNAMED, read(once))])
     assert again.count("# TYPE pensieve_replica_up") == 1
@@ -156,18 +156,18 @@ def test_a_text_that_was_merged_can_be_merged_again() -> None:
         "<html>",
     ],
 )
-def test_what_is_no_sample_is_refused_with_its_line(line: str) -> None:
+def test_an_invalid_sample_is_refused_with_its_line_number(line: str) -> None:
     with pytest.raises(InvalidExposition, match="line 2 is not a sample"):
         read(f"y 1\n{line}\n")
 
 
-def test_blank_lines_comments_and_carriage_returns_are_no_samples() -> None:
+def test_blank_lines_comments_and_carriage_returns_are_ignored() -> None:
     assert list(read("\n# a comment\n#\n# HELP\nx 1\r\n  \n")) == ["x"]
     assert read("x NaN\n")["x"].samples[0].value == "NaN"
     assert read('x{a="1",} +Inf\n')["x"].samples[0].labels == (("a", '"1"'),)
 
 
-def test_replicas_are_read_from_a_list() -> None:
+def test_replicas_are_parsed_from_a_list() -> None:
     assert replicas_of(" a=10.0.0.1:5 ,, b=unix:/x/y=z.sock,[::1]:7,unix:/p=q ") == (
         Replica("a", "10.0.0.1:5"),
         Replica("b", "unix:/x/y=z.sock"),
@@ -186,7 +186,7 @@ def test_replicas_are_read_from_a_list() -> None:
             replicas_of(text)
 
 
-def test_the_parser_is_quick_on_what_would_make_a_careless_one_slow() -> None:
+def test_hostile_lines_are_parsed_in_linear_time() -> None:
     """Each text is parsed in linear time. A pattern with backtracking would not finish."""
     for line in (
         "x{" + 'a="' * 20_000,

@@ -44,7 +44,7 @@ def values(found: Sequence[ReplicaAnswer[Any]]) -> list[Any]:
     return [answer.value for answer in found]
 
 
-def test_figures_of_all_are_the_sums_of_what_each_says_alone(world: Replicas) -> None:
+def test_totals_are_the_sums_of_the_replicas_stats(world: Replicas) -> None:
     found = with_fleet(world.alive, Fleet.stats)
     assert [answer.value.replica for answer in found if answer.value] == ["a", "b", "c"]
     total, alone = total_of(values(found)), single(world)
@@ -62,7 +62,7 @@ def test_figures_of_all_are_the_sums_of_what_each_says_alone(world: Replicas) ->
     assert total["tokens_per_iteration"] == total["more"]["tokens_computed"] / total["iterations"]
 
 
-def test_what_does_not_add_up_is_in_the_figures_of_each_alone(world: Replicas) -> None:
+def test_totals_omit_figures_that_cannot_be_added(world: Replicas) -> None:
     found = values(with_fleet(world.alive, Fleet.stats))
     names = {name for each in found for name in each.more}
     left_out = names - total_of(found)["more"].keys()
@@ -73,7 +73,7 @@ def test_what_does_not_add_up_is_in_the_figures_of_each_alone(world: Replicas) -
     }
 
 
-def test_a_history_that_replicas_share_counts_once(world: Replicas) -> None:
+def test_a_shared_history_counts_once(world: Replicas) -> None:
     found = values(with_fleet(world.alive, Fleet.stats))
     assert [each.conversations_stored for each in found] == [2, 2, 0]
     assert total_of(found)["conversations_stored"] == 2
@@ -82,7 +82,7 @@ def test_a_history_that_replicas_share_counts_once(world: Replicas) -> None:
     assert total_of(found)["conversations_stored"] == 4
 
 
-def test_who_does_not_answer_is_named_with_the_reason_and_the_others_are_shown(
+def test_replicas_that_do_not_answer_are_listed_with_the_reason(
     world: Replicas,
 ) -> None:
     found = with_fleet(world.all, Fleet.stats, HANG_SECONDS)
@@ -95,7 +95,7 @@ def test_who_does_not_answer_is_named_with_the_reason_and_the_others_are_shown(
     assert hanging.reason == "no answer in 1 s"
 
 
-def test_a_conversation_with_kv_on_two_replicas_is_shown_as_such(world: Replicas) -> None:
+def test_explain_shows_kv_on_two_replicas(world: Replicas) -> None:
     found = with_fleet(world.alive, Fleet.cached)
     held = held_of(found, False, 20)
     rows = {(each.replica, each.conversation.conversation_id): each.also_on for each in held}
@@ -108,7 +108,7 @@ def test_a_conversation_with_kv_on_two_replicas_is_shown_as_such(world: Replicas
     assert worth == sorted(worth)
 
 
-def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Replicas) -> None:
+def test_explain_finds_the_serving_replica_and_replicas_with_stale_kv(world: Replicas) -> None:
     found = with_fleet(world.alive, lambda several: several.explain("x"))
     assert [value is not None and holds_kv(value) for value in values(found)] == [True, True, False]
     assert isinstance(found[2].error, NotFound)
@@ -123,7 +123,7 @@ def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Rep
         with_fleet(world.alive, lambda several: several.explain(3))  # type: ignore[arg-type]
 
 
-def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
+def test_the_replica_that_runs_a_turn_serves_the_conversation() -> None:
     def answer(name: str, **fields: Any) -> ReplicaAnswer[pb.ExplainConversationResponse]:
         value = pb.ExplainConversationResponse(history=HISTORY, **fields)
         value.runs.add(num_chunks=1, place="host")
@@ -145,7 +145,7 @@ def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
     assert owner_of([older, newer]) is None
 
 
-def test_tenants_and_checks_of_all(world: Replicas) -> None:
+def test_tenants_and_checks_cover_all_replicas(world: Replicas) -> None:
     found = with_fleet(world.alive, Fleet.tenants)
     (whole,) = tenants_of(values(found))
     stored = [tenant.stored_bytes for each in values(found) for tenant in each.tenants]
@@ -156,7 +156,7 @@ def test_tenants_and_checks_of_all(world: Replicas) -> None:
     assert values(checked) == [[], [], [], None, None]
 
 
-def test_metrics_of_all_are_one_text_with_a_label_for_each(world: Replicas) -> None:
+def test_merged_metrics_have_a_replica_label_on_every_sample(world: Replicas) -> None:
     found = with_fleet(world.all, Fleet.metrics, HANG_SECONDS)
     text = exposition.merged((answer.replica, answer.value) for answer in found)
     families = {each.name: each for each in text_string_to_metric_families(text)}
@@ -173,7 +173,7 @@ def test_metrics_of_all_are_one_text_with_a_label_for_each(world: Replicas) -> N
     assert len(heads) == len(set(heads)) == len({line.split(" ")[2] for line in heads})
 
 
-def test_a_text_that_cannot_be_read_costs_its_replica_alone(
+def test_unreadable_metrics_of_one_replica_do_not_affect_the_others(
     world: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = world.rigs["b"].server.admin._metrics
@@ -202,7 +202,7 @@ class Changing:
         return self.replicas
 
 
-def test_who_watches_sees_replicas_end_come_back_and_change(
+def test_a_watch_shows_replicas_that_stop_return_or_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Replicas
 ) -> None:
     monkeypatch.setattr(fleet, "LIST_SECONDS", 0.0)
@@ -247,7 +247,7 @@ def test_who_watches_sees_replicas_end_come_back_and_change(
     assert asyncio.run(watch()) == ["one of two", "ended", "back", "as before", "another"]
 
 
-def test_a_running_turn_is_seen_where_it_runs(tmp_path: Path) -> None:
+def test_explain_reports_idle_time_and_kv_of_a_conversation(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "d") as rig:
         request = pb.ExplainConversationRequest(conversation_id="x")
         rig.ask("x", "one", sampling=SHORT)

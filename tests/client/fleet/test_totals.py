@@ -14,7 +14,7 @@ from pensieve.v1 import admin_pb2 as pb
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_quantiles_of_several_are_those_of_one_that_had_measured_all_times(seed: int) -> None:
+def test_combined_quantiles_equal_those_of_all_times_together(seed: int) -> None:
     drawn = random.Random(seed)
     several = [RecentTimes() for _ in range(drawn.randint(1, 5))]
     one = RecentTimes()
@@ -34,7 +34,7 @@ def test_quantiles_of_several_are_those_of_one_that_had_measured_all_times(seed:
     assert found == expected
 
 
-def test_quantiles_are_not_means_of_quantiles() -> None:
+def test_combined_quantiles_are_not_means_of_quantiles() -> None:
     quick, slow = RecentTimes(), RecentTimes()
     quick.add(0.01, 0.0, 990)
     slow.add(1.0, 0.0, 10)
@@ -45,7 +45,7 @@ def test_quantiles_are_not_means_of_quantiles() -> None:
     assert found["p99_seconds"] == pytest.approx(1.0, rel=0.02)
 
 
-def test_the_buckets_of_an_answer_are_what_its_quantiles_are_of() -> None:
+def test_the_buckets_of_an_answer_match_its_quantiles() -> None:
     times = RecentTimes()
     for seconds in (0.0, 0.5, 0.5, 2.0):
         times.add(seconds, 0.0)
@@ -61,7 +61,7 @@ def stats(history: str = "", **more: float) -> pb.Stats:
     return found
 
 
-def test_shares_are_ratios_of_sums() -> None:
+def test_combined_shares_are_ratios_of_sums() -> None:
     found = [
         stats(tbt_attained=1.0, tbt_count=90, tbt_objective_seconds=0.2, tbt_p99_seconds=0.1),
         stats(tbt_attained=0.5, tbt_count=10, tbt_objective_seconds=0.2, tbt_p99_seconds=0.9),
@@ -77,7 +77,7 @@ def test_shares_are_ratios_of_sums() -> None:
     assert total_of(found)["more"]["idle_share"] == 0.1
 
 
-def test_the_worst_counts_where_one_is_enough() -> None:
+def test_some_figures_are_combined_by_their_maximum() -> None:
     found = [
         stats(queue_wait_seconds=1.0, backup_age_seconds=60.0, erasure_pending=0.0),
         stats(queue_wait_seconds=3.0, erasure_pending=1.0),
@@ -95,7 +95,7 @@ def test_the_worst_counts_where_one_is_enough() -> None:
     assert total["service"]["refusals"] == {"QUEUE_FULL": 3}
 
 
-def test_tenants_add_up_by_name_whatever_the_name_is() -> None:
+def test_tenant_figures_are_added_even_if_the_name_looks_like_a_unit() -> None:
     found = [
         stats("", **{"tenant_tokens.x_seconds": 1, "tenant_tokens.seconds": 2}),
         stats("", **{"tenant_tokens.x_seconds": 3, "tenant_tokens.a_objective_seconds": 4}),
@@ -107,7 +107,7 @@ def test_tenants_add_up_by_name_whatever_the_name_is() -> None:
     }
 
 
-def test_what_is_of_the_history_counts_once_for_each() -> None:
+def test_figures_of_a_history_count_once_per_history() -> None:
     assert once_per_history([("h", 5), ("h", 6), ("", 10), ("", 1), ("g", 100)]) == 117
     found = [stats("h", history_problems=2), stats("h", history_problems=2)]
     assert total_of(found)["more"] == {"history_problems": 2}
@@ -135,7 +135,7 @@ def test_what_is_of_the_history_counts_once_for_each() -> None:
     ]
 
 
-def test_nothing_adds_up_to_nothing() -> None:
+def test_totals_of_no_replicas_are_zero() -> None:
     total = total_of([])
     assert (total["num_serving"], total["more"], total["tokens_per_iteration"]) == (0, {}, 0.0)
     assert set(total["first_token"].values()) == {0}
