@@ -294,7 +294,9 @@ def test_kernels_that_failed_in_the_section_kernels_are_not_timed(tmp_path: Path
     assert unverified_kernels([*right, figure("decode", failed=True)]) == frozenset()
     wrong = [*right[:4], figure("kernels", failed=True, kind="draw")]
     assert unverified_kernels(wrong) == {"draw", "fused", "fp8"}
-    assert unverified_kernels([*wrong, *right]) == frozenset(), "the section ran again, with a switch"
+    assert unverified_kernels([*wrong, *right]) == frozenset(), (
+        "the section ran again, with a switch"
+    )
     assert unverified_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
     (tmp_path / "figures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in wrong))
     for section in ("decode", "prefill", "iteration", "exactness"):
