@@ -41,7 +41,7 @@ def test_attention_prints_a_row_for_each_shape(capsys: pytest.CaptureFixture[str
     assert set(figures["int8_kv_ratios"]) == set(figures["ratios"])
 
 
-def test_attention_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_refuses_to_time_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: bench_attention.Inputs) -> torch.Tensor:
         return self.out.fill_(0.5)
 
@@ -51,7 +51,7 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         bench_attention.measure(shape, 1, 1e9)
 
 
-def test_all_contenders_of_a_shape_agree() -> None:
+def test_all_attention_implementations_agree() -> None:
     one = bench_attention.Inputs(bench_attention.AttentionShape(3, 5, 70, 8, 2, 32, "float32"), 0)
     right = one.expected()
     answers = {"here": one.here().clone(), "one": one.token_by_token().clone()}
@@ -67,7 +67,7 @@ def test_queries_longer_than_the_context_are_refused(capsys: pytest.CaptureFixtu
     assert "at least as long" in capsys.readouterr().err
 
 
-def test_the_default_is_a_dozen_shapes_and_full_the_table_of_the_docs(
+def test_attention_measures_12_shapes_by_default_and_all_with_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def timed(

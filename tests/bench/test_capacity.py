@@ -40,7 +40,7 @@ def test_a_seed_draws_the_same_conversations_at_every_rate() -> None:
     assert LOAD.scripts(1.0, 60, 4)[0] != slow[0]
 
 
-def test_some_first_messages_are_documents_and_no_later_one() -> None:
+def test_only_first_messages_are_documents() -> None:
     scripts = LOAD.scripts(10.0, 60, 0)
     firsts = [len(each.turns[0].text.split()) for each in scripts]
     assert 0.4 < sum(length > 8 for length in firsts) / len(firsts) < 0.6
@@ -50,7 +50,7 @@ def test_some_first_messages_are_documents_and_no_later_one() -> None:
     assert all(each.turns[0].think_seconds == 0 for each in scripts)
 
 
-def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
+def test_figures_ignore_turns_before_the_end_of_the_warm_up() -> None:
     early = ObservedTurn(0.5, 9.0, 9.0, [9.0] * 50, 6, True)
     late = ObservedTurn(1.0, 0.2, 0.1, [0.1] * 99 + [0.5], 6, True)
     cut = ObservedTurn(2.0, 4.0, 4.0)
@@ -64,7 +64,7 @@ def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
     assert (nothing.turns, nothing.gap_p99, nothing.attained) == (0, None, None)
 
 
-def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
+def test_a_load_that_is_cut_off_leaves_no_running_turns() -> None:
     """An iteration takes 0.2 s, and a reply takes sixty iterations."""
     with serving([], {"PENSIEVE_ENGINE": "echo:0.2"}) as daemon:
         scripts = OfferedLoad(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
@@ -81,7 +81,7 @@ def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
 # -- the search --
 
 
-def carried_to(limit: float) -> Trial:
+def sustained_up_to(limit: float) -> Trial:
     """Return a trial of a daemon that keeps gaps of 50 ms up to `limit` conversations per second."""
 
     def trial(rate: float, seed: int, seconds_max: float | None) -> Played:
@@ -92,9 +92,9 @@ def carried_to(limit: float) -> Trial:
     return trial
 
 
-def test_the_highest_load_is_found_for_each_objective_and_no_load_is_played_twice() -> None:
+def test_the_search_finds_the_highest_load_and_plays_none_twice() -> None:
     rates: list[float] = []
-    inner = carried_to(1.0)
+    inner = sustained_up_to(1.0)
 
     def counted(rate: float, seed: int, seconds_max: float | None) -> Played:
         rates.append(rate)
@@ -110,15 +110,15 @@ def test_the_highest_load_is_found_for_each_objective_and_no_load_is_played_twic
     assert {row.rate for row in searched.rows} == set(rates)
 
 
-def test_where_no_load_is_low_enough_the_search_ends_and_says_why() -> None:
-    searched = bench.search(Scheduling(MIXED), (0.1,), options(), carried_to(0.0))
+def test_the_search_explains_why_no_load_meets_the_objective() -> None:
+    searched = bench.search(Scheduling(MIXED), (0.1,), options(), sustained_up_to(0.0))
     (found,) = searched.found
     assert (found.rate, found.figures) == (0.0, None)
     assert "P99 between tokens 0.3 s" in found.why
     assert len(searched.rows) == 2
 
 
-def test_a_median_queue_beyond_two_seconds_is_not_carried() -> None:
+def test_a_median_queue_time_above_two_seconds_fails_the_load() -> None:
     def queued(rate: float, seed: int, seconds_max: float | None) -> Played:
         return Played([ObservedTurn(10.0, 3.0, 2.5, [0.01], 2, True)], 60.0)
 
@@ -126,7 +126,7 @@ def test_a_median_queue_beyond_two_seconds_is_not_carried() -> None:
     assert "median in the queue 2.5 s" in found.why
 
 
-def test_what_does_not_depend_on_the_objective_is_one_daemon() -> None:
+def test_schedulings_without_an_objective_share_one_daemon() -> None:
     assert list(bench.daemons((OURS, MIXED, FIRST), (0.1, 0.5))) == [
         (Scheduling(OURS, 0.1), (0.1,)),
         (Scheduling(OURS, 0.5), (0.5,)),
@@ -141,7 +141,7 @@ def test_what_does_not_depend_on_the_objective_is_one_daemon() -> None:
     assert Scheduling(OURS, 0.5, 0.5).variables["PENSIEVE_ENGINE"] == "model"
 
 
-def test_without_an_objective_there_are_two_by_a_measured_iteration(
+def test_the_default_objectives_come_from_a_measured_iteration(
     monkeypatch: pytest.MonkeyPatch, random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert decode_seconds(random_model, 3, 20, 2) > 0
@@ -149,7 +149,7 @@ def test_without_an_objective_there_are_two_by_a_measured_iteration(
 
     @contextmanager
     def trials(*_: object) -> Iterator[Trial]:
-        yield carried_to(1.0)
+        yield sustained_up_to(1.0)
 
     monkeypatch.setattr(bench, "trials", trials)
     rows = bench.run(options(model=str(random_model), tbt=0.0), Report(as_json=True))
@@ -169,7 +169,9 @@ def test_without_an_objective_there_are_two_by_a_measured_iteration(
 # -- with daemons --
 
 
-def test_one_load_on_each_daemon(random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fixed_rate_plays_one_load_on_each_daemon(
+    random_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["--turns", "2", "--input-tokens", "8", "--output-tokens", "6", "--think", "0.01"]
     load = ["--documents", "0.5", "--document-tokens", "40", "--rate", "20", "--seconds", "0.5"]
     arguments = ["bench", "capacity", str(random_model), *small, *load, "--tbt", "0.5"]
@@ -199,7 +201,7 @@ def test_one_load_on_each_daemon(random_model: Path, capsys: pytest.CaptureFixtu
         ({"rate": 0.01}, "fewer than 4"),
     ],
 )
-def test_impossible_wishes_are_explained(changes: dict[str, object], message: str) -> None:
+def test_impossible_options_are_explained(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         options(**changes)
 

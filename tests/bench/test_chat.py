@@ -51,7 +51,7 @@ def test_chat_replays_conversations_with_a_daemon(
         (8, (7, -1.0), False),  # the other token was not among the alternatives
     ],
 )
-def test_replies_may_part_only_where_two_tokens_are_about_as_likely(
+def test_replies_may_differ_only_at_a_near_tie(
     sampled: int, runner_up: tuple[int, float], likely: bool
 ) -> None:
     same = TokenLogprob(-0.1, ((3, -0.1), (4, -3.0)))

@@ -84,11 +84,11 @@ def assert_apart(sheet: Sheet, drawn: list[tuple[str, Any]]) -> None:
         (0.000123456, "0.000123"),
     ],
 )
-def test_numbers_are_written_as_people_write_them(value: float, text: str) -> None:
+def test_numbers_are_formatted_for_people(value: float, text: str) -> None:
     assert plain(value) == text
 
 
-def test_names_are_moved_apart_in_order_and_stay_beside_the_axes() -> None:
+def test_line_labels_are_spread_apart_in_order_within_the_axis() -> None:
     draw = random.Random(0)
     for _ in range(200):
         wanted = [draw.choice([0.0, 1.0, draw.random() * 2]) for _ in range(draw.randint(1, 7))]
@@ -99,10 +99,10 @@ def test_names_are_moved_apart_in_order_and_stay_beside_the_axes() -> None:
         for i, j in combinations(range(len(wanted)), 2):
             if wanted[i] < wanted[j]:
                 assert places[i] < places[j]
-    assert spread([0.5, 1.5], 0.2, 2.0) == [0.5, 1.5], "nothing moves without need"
+    assert spread([0.5, 1.5], 0.2, 2.0) == [0.5, 1.5], "labels that do not overlap stay"
 
 
-def test_axes_begin_at_zero_so_that_three_percent_look_like_three_percent() -> None:
+def test_axes_begin_at_zero_unless_the_range_is_wide() -> None:
     scale = scale_of([100.0, 103.0])
     assert (scale.least, scale.logarithmic) == (0.0, False)
     assert scale.share(103.0) - scale.share(100.0) < 0.03
@@ -112,7 +112,7 @@ def test_axes_begin_at_zero_so_that_three_percent_look_like_three_percent() -> N
     assert wide.ticks == [5, 10, 20, 50, 100, 200, 500, 1000, 2000][: len(wide.ticks)] or all(
         math.log10(tick).is_integer() for tick in wide.ticks
     )
-    assert not scale_of([0.01, 80.0], most=100.0).logarithmic, "a percentage never is"
+    assert not scale_of([0.01, 80.0], most=100.0).logarithmic, "a percentage axis is linear"
 
 
 # -- every plot of the project --
@@ -167,7 +167,7 @@ ALL = ("lru", "value", "return", "clairvoyant")
         (("value",), (1.0,), (0,)),
     ],
 )
-def test_a_study_is_one_sheet_whose_texts_are_all_readable(
+def test_a_simulation_study_is_one_readable_sheet(
     policies: Sequence[str], rates: Sequence[float], hosts: Sequence[int]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -178,12 +178,12 @@ def test_a_study_is_one_sheet_whose_texts_are_all_readable(
     for fact in (*FACTS, *policies):
         assert all(word in written for word in fact.split())
     for panel in sheet.panels:
-        assert panel.axes.get_legend() is None, "names are at the ends of their lines"
+        assert panel.axes.get_legend() is None, "names belong at the ends of their lines"
         if panel.axes.get_yscale() == "linear" and not panel.bar_values:
             assert panel.axes.get_ylim()[0] == 0
 
 
-def test_lines_that_coincide_are_told_apart_by_width_dashes_and_marker() -> None:
+def test_coinciding_lines_differ_in_width_dashes_and_marker() -> None:
     pytest.importorskip("matplotlib")
     sheet = Sheet("title", FACTS)
     panel = sheet.panel("one", "x", "y")
@@ -208,7 +208,7 @@ def test_more_than_six_lines_have_a_legend_beside_the_axes() -> None:
     assert legend.x1 <= sheet.figure.bbox.width
 
 
-def test_repeats_are_a_band_from_the_least_to_the_most() -> None:
+def test_repeats_are_drawn_as_a_band_from_least_to_most() -> None:
     pytest.importorskip("matplotlib")
     sheet = study(("lru", "return"), (0.5, 1.0), (0,))
     again = next(panel for panel in sheet.panels if "computed again" in panel.title)
@@ -263,7 +263,7 @@ def test_every_bench_draws_one_sheet_that_names_model_and_machine(
     assert path.stat().st_size > 1000
 
 
-def test_a_file_that_cannot_be_drawn_is_named(tmp_path: Path) -> None:
+def test_a_plot_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from pensieve.errors import ConfigError
 

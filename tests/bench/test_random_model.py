@@ -17,7 +17,7 @@ from pensieve.model.loader import load
 from pensieve.text.tokenizer import Tokenizer
 
 
-def test_replies_of_a_random_model_survive_being_read_again(random_model: Path) -> None:
+def test_replies_of_a_random_model_tokenize_to_the_same_ids(random_model: Path) -> None:
     tokenizer = Tokenizer.load(random_model)
     model = load(random_model)
     assert model.flat.whole is not None or cpu_library.compiled_library() is None
@@ -39,7 +39,7 @@ def test_replies_of_a_random_model_survive_being_read_again(random_model: Path) 
         assert tokenizer.decode(tokenizer.encode(strange).ids) == strange
 
 
-def test_a_vocabulary_that_is_impossible_is_explained(tmp_path: Path) -> None:
+def test_an_impossible_vocabulary_size_is_explained(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="must be at least"):
         random_model_of.make(tmp_path, RandomShape(1, 8, 1, 1, 8, 300))
     with pytest.raises(InvalidArgument, match="there are no more words"):

@@ -22,7 +22,7 @@ from pensieve.text.tokenizer import Tokenizer
 @pytest.mark.parametrize(
     ("flag", "rounded"), [("--weights", "int8 weights"), ("--kv-dtype", "int8 KV")]
 )
-def test_step_prints_a_row_for_each_batch_and_what_rounding_changes(
+def test_step_prints_a_row_for_each_batch_and_the_effect_of_rounding(
     flag: str, rounded: str, random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--batch", "1,3", "--context", "20", "--prompt", "30", "--repeats", "2", "--json"]
@@ -39,7 +39,7 @@ def test_step_prints_a_row_for_each_batch_and_what_rounding_changes(
     assert 0.5 < figures["accuracy"]["same_token_share"] <= 1
 
 
-def test_parts_are_those_of_a_step_and_read_all_weights(
+def test_step_parts_cover_a_step_and_read_all_weights(
     random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--batch", "1,3", "--context", "20", "--prompt", "30", "--repeats", "3", "--json"]
@@ -68,7 +68,7 @@ def test_parts_of_layers_in_torch_are_not_measured(
     assert "parts: only layers that run in C++" in capsys.readouterr().err
 
 
-def test_step_times_nothing_that_depends_on_company(
+def test_step_refuses_to_time_turns_that_depend_on_their_batch(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = bench_step.Bench.decode
@@ -87,7 +87,7 @@ def test_step_times_nothing_that_depends_on_company(
         next(iter(rows))
 
 
-def test_the_floor_counts_what_is_read(random_model: Path) -> None:
+def test_the_floor_counts_the_weight_bytes_that_are_read(random_model: Path) -> None:
     shape = RandomShape(2, 64, 2, 1, 128, 8000)
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # without norms
     right = 2 * (2 * layer + 64 + 8000 * 64)

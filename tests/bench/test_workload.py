@@ -5,7 +5,7 @@ from __future__ import annotations
 from pensieve.bench import workload
 
 
-def test_chat_scripts_are_the_same_for_a_seed_and_others_for_another() -> None:
+def test_chat_scripts_are_determined_by_their_seed() -> None:
     shape = workload.WorkloadShape(4, 3, 20, 5, rate=10.0, think_seconds=1.0)
     first, again, other = (workload.scripts_of(shape, seed) for seed in (1, 1, 2))
     assert first == again

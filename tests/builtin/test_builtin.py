@@ -96,7 +96,7 @@ def test_weights_are_at_most_8_megabytes_and_nothing_else_is_large() -> None:
     assert sum(sizes.values()) <= 8_500_000
 
 
-def test_it_is_an_ordinary_llama_computed_in_float32_and_ends_its_turns(
+def test_the_model_is_a_float32_llama_with_an_end_of_turn_token(
     model: PreTrainedModel,
 ) -> None:
     assert NAME == "builtin"
@@ -107,7 +107,7 @@ def test_it_is_an_ordinary_llama_computed_in_float32_and_ends_its_turns(
     assert model.generation_config.do_sample is False
 
 
-def test_it_has_between_one_and_three_and_a_half_million_parameters(model: PreTrainedModel) -> None:
+def test_the_model_has_one_to_three_and_a_half_million_parameters(model: PreTrainedModel) -> None:
     assert 1_000_000 <= sum(p.numel() for p in model.parameters()) <= 3_500_000
 
 
@@ -116,7 +116,7 @@ def test_it_has_between_one_and_three_and_a_half_million_parameters(model: PreTr
 
 @given(st.text())
 @settings(max_examples=300)
-def test_any_text_comes_back_from_the_tokenizer_exactly(text: str) -> None:
+def test_the_tokenizer_is_lossless_for_any_text(text: str) -> None:
     special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     if any(literal in text for literal in special):
         return
@@ -187,7 +187,7 @@ def test_training_and_examination_never_share_a_value() -> None:
     assert is_held_out(draw_fact(random, NAME_TOPIC, held_out=True))
 
 
-def test_an_examination_asks_after_exactly_the_distance_for_a_value_not_mentioned_since() -> None:
+def test_an_examination_asks_for_the_value_told_at_its_distance() -> None:
     for seed in range(100):
         distance = 1 + seed % 20
         exchanges = examination(Random(seed), distance)
@@ -197,7 +197,7 @@ def test_an_examination_asks_after_exactly_the_distance_for_a_value_not_mentione
         assert value in told.reply
 
 
-def test_replies_weigh_and_silences_do_not() -> None:
+def test_only_replies_have_training_weight() -> None:
     random = Random(8)
     batch = ContextWriter(RAW_TOKENIZER).batch(random, 256, jumps=True)
     assert batch.ids.shape == batch.positions.shape == batch.weights.shape
@@ -272,7 +272,7 @@ def test_the_examination_by_one_forward_pass_agrees_with_generation(
         (("what is my name?",), "not told me"),
     ],
 )
-def test_a_person_who_types_casually_gets_the_right_answer(
+def test_casually_typed_questions_get_the_right_answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, said: tuple[str, ...], expected: str
 ) -> None:
     assert expected in reply(model, tokenizer, *said)

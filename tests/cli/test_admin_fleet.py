@@ -67,7 +67,7 @@ FOUND: tuple[ReplicaAnswer[Any], ...] = (
 )
 
 
-def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
+def test_the_stats_table_has_a_row_per_replica_and_a_total() -> None:
     FOUND[0].value.replica = "z"  # type: ignore[union-attr]
     assert shown(admin_fleet.stats_table(FOUND)) == (
         "replica          state          up  run  wait   cached  device  host   first p99     gap p99\n"
@@ -86,7 +86,7 @@ def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
     )
 
 
-def test_a_long_name_takes_lines_and_not_columns() -> None:
+def test_a_long_replica_name_wraps_instead_of_widening_the_table() -> None:
     long = ReplicaAnswer(Replica("r" * 128, "h:1"), FOUND[1].value)
     lines = shown(admin_fleet.stats_table([long, FOUND[0]])).splitlines()
     assert max(len(line) for line in lines) <= 100
@@ -94,7 +94,7 @@ def test_a_long_name_takes_lines_and_not_columns() -> None:
     assert any("100,000" in line and "1,500.0 ms" in line for line in lines)
 
 
-def test_markup_in_a_name_is_no_markup() -> None:
+def test_markup_in_a_replica_name_is_printed_literally() -> None:
     odd: ReplicaAnswer[Any] = ReplicaAnswer(
         Replica("[red]a[/]", "h:1"), error=Unavailable("[bold]no[/bold]")
     )
@@ -102,7 +102,7 @@ def test_markup_in_a_name_is_no_markup() -> None:
     assert "[red]a[/] does not answer: [bold]no[/bold]" in text
 
 
-def test_stats_of_all_that_answer_and_an_exit_code_that_says_that_some_did_not(
+def test_stats_sums_the_answering_replicas_and_exits_7_if_some_fail(
     world: Replicas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(world, "stats", *WAIT) == 7
@@ -115,7 +115,7 @@ def test_stats_of_all_that_answer_and_an_exit_code_that_says_that_some_did_not(
     assert "does not answer" not in capsys.readouterr().out
 
 
-def test_json_has_the_same_fields_always(
+def test_json_output_always_has_the_same_fields(
     world: Replicas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"name", "address", "metrics_address", "state", "answered", "error", "reason"}
@@ -155,7 +155,7 @@ def test_json_has_the_same_fields_always(
         assert found["total"][name] == sum(alone), name
 
 
-def test_a_conversation_is_found_where_it_is_served(
+def test_explain_names_the_replica_that_serves_a_conversation(
     world: Replicas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(world, "explain", "x", whole=True) == 0
@@ -180,7 +180,9 @@ def test_a_conversation_is_found_where_it_is_served(
     assert [(row[0], row[1]) for row in rows if row[-1] in ("a", "b")] == [("x", "a"), ("x", "b")]
 
 
-def test_check_and_tenants_of_all(world: Replicas, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_tenants_cover_all_replicas(
+    world: Replicas, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert admin(world, "check", whole=True) == 0
     assert capsys.readouterr().out == "nothing is wrong on a, b, c\n"
     assert admin(world, "check", *WAIT) == 7
@@ -189,7 +191,7 @@ def test_check_and_tenants_of_all(world: Replicas, capsys: pytest.CaptureFixture
     assert "(none)" in capsys.readouterr().out
 
 
-def test_what_is_of_one_daemon_wants_to_be_told_which(
+def test_commands_for_one_daemon_require_the_replica_flag(
     world: Replicas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(world, "drain") == 2
@@ -236,7 +238,7 @@ def test_several_addresses_are_replicas_without_names(
         (("metrics", "--replicas", "a=h:1", "--listen", "127.0.0.1:0", "--wait", "9"), "3.5"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_invalid_fleet_flags_are_refused(
     arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["admin", *arguments]) == 2
@@ -257,7 +259,7 @@ def started(world: Replicas, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_who_watches_gets_a_line_of_json_each_interval(world: Replicas) -> None:
+def test_watch_prints_a_json_line_each_interval(world: Replicas) -> None:
     process = started(world, "watch", "--interval", "0.2")
     assert process.stdout is not None
     for _ in range(3):
@@ -269,7 +271,7 @@ def test_who_watches_gets_a_line_of_json_each_interval(world: Replicas) -> None:
     assert (process.returncode, errors.strip()) == (130, "")
 
 
-def test_metrics_of_all_are_served_at_one_address(world: Replicas) -> None:
+def test_metrics_of_all_replicas_are_served_at_one_address(world: Replicas) -> None:
     process = started(world, "metrics", "--listen", "127.0.0.1:0")
     assert process.stdout is not None
     url = process.stdout.readline().split()[-1]

@@ -79,7 +79,7 @@ def working(rig: JobsRig) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "own"))
     monkeypatch.chdir(tmp_path)
 
@@ -118,7 +118,7 @@ def test_a_file_is_answered_in_the_order_of_its_lines(
 
 
 @pytest.mark.usefixtures("working")
-def test_what_is_wrong_with_lines_is_named_and_has_a_file(
+def test_refused_lines_are_reported_and_written_to_the_errors_file(
     rig: JobsRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("some.jsonl").write_text(FILE)
@@ -153,7 +153,7 @@ def test_only_the_first_errors_are_shown(rig: JobsRig, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("working")
-def test_the_same_command_again_finds_the_same_job_and_again_computes_it(
+def test_a_repeated_command_reuses_its_job_unless_again_is_given(
     rig: JobsRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = GOOD + "\n\n"
@@ -180,7 +180,7 @@ def test_the_same_command_again_finds_the_same_job_and_again_computes_it(
 
 
 @pytest.mark.usefixtures("working")
-def test_a_check_says_what_is_wrong_and_leaves_nothing(
+def test_check_reports_problems_and_creates_no_job(
     rig: JobsRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("some.jsonl").write_text(FILE)
@@ -201,7 +201,7 @@ def test_a_check_says_what_is_wrong_and_leaves_nothing(
     assert sorted(os.listdir()) == ["good.jsonl", "some.jsonl"]
 
 
-def test_a_job_that_was_cancelled_gives_what_it_has(
+def test_a_cancelled_job_writes_its_finished_answers(
     rig: JobsRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("some.jsonl").write_text(GOOD)
@@ -240,7 +240,7 @@ async def work_on(rig: JobsRig, key: JobKey, num_lines: int) -> None:
         (["good.jsonl", "-o", "out", "--name", "a/b"], 2, "job_id: must be 1 to 128"),
     ],
 )
-def test_what_cannot_be_is_one_line_before_anything_is_computed(
+def test_invalid_batch_arguments_are_refused_before_any_work(
     rig: JobsRig,
     arguments: list[str],
     code: int,
@@ -257,7 +257,7 @@ def test_what_cannot_be_is_one_line_before_anything_is_computed(
     assert len(rig.jobs.headers) == num_before
 
 
-def test_a_daemon_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_daemon_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     Path("good.jsonl").write_text(GOOD)
     assert main(["batch", "good.jsonl", "-o", "out", "--address", "127.0.0.1:1"]) == 1
     assert "no daemon can be reached at 127.0.0.1:1" in capsys.readouterr().err
@@ -291,7 +291,7 @@ def test_ctrl_c_leaves_the_job_and_prints_how_to_continue(rig: JobsRig, tmp_path
     assert (done.returncode, len(wrote(out))) == (0, 21)
 
 
-def test_a_killed_command_leaves_the_old_file_and_the_next_one_finds_the_job(
+def test_a_killed_command_keeps_the_old_output_and_can_be_repeated(
     rig: JobsRig, tmp_path: Path
 ) -> None:
     (tmp_path / "killed.jsonl").write_text(GOOD)
@@ -313,7 +313,7 @@ def test_a_killed_command_leaves_the_old_file_and_the_next_one_finds_the_job(
     assert len(wrote(out)) == 7
 
 
-def test_without_a_daemon_one_is_started_and_the_job_is_in_the_data_folder(
+def test_without_a_daemon_batch_starts_one_in_the_data_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs = ScriptedJobs(tmp_path / "scripted")
@@ -367,11 +367,11 @@ def job(**fields: object) -> Job:
         ),
     ],
 )
-def test_a_job_in_one_line(fields: dict[str, object], line: str) -> None:
+def test_the_progress_line_of_a_job(fields: dict[str, object], line: str) -> None:
     assert line_of(job(**fields)) == line
 
 
-def test_a_failed_job_says_why() -> None:
+def test_the_summary_of_a_failed_job_says_why() -> None:
     failed = job(state="ended", outcome="failed", problem="line 7 fails its checksum")
     assert summary_of(failed) == (
         "failed (line 7 fails its checksum): 1,234 of 50,000 lines answered, 3 refused; "
@@ -384,7 +384,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_a_terminal_has_one_changing_line_and_a_file_a_line_now_and_then() -> None:
+def test_progress_updates_one_line_on_a_terminal_and_appends_lines_to_a_file() -> None:
     screen, file, seconds = Screen(), io.StringIO(), [0.0]
     with ProgressLine(screen) as progress:
         progress.show(job())
@@ -405,7 +405,7 @@ def test_a_terminal_has_one_changing_line_and_a_file_a_line_now_and_then() -> No
 # -- the operator --
 
 
-def test_the_operator_lists_and_steers_jobs(
+def test_the_operator_lists_pauses_resumes_cancels_and_deletes_jobs(
     rig: JobsRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ("--data", str(rig.daemon.store.folder.path))
@@ -433,7 +433,7 @@ def test_the_operator_lists_and_steers_jobs(
     assert capsys.readouterr().out == "no jobs\n"
 
 
-def test_a_job_that_several_tenants_have_needs_the_tenant(
+def test_a_job_id_used_by_several_tenants_requires_the_tenant_flag(
     rig: JobsRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ("--data", str(rig.daemon.store.folder.path))

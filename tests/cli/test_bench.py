@@ -17,7 +17,7 @@ from pensieve.cli.main import main
         (["step", "./nowhere"], "no model folder"),
     ],
 )
-def test_impossible_wishes_are_explained(
+def test_impossible_options_are_explained(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments]) != 0

@@ -53,7 +53,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
 
 
-def test_a_message_is_answered_and_the_conversation_goes_on(
+def test_a_later_command_continues_the_conversation(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert chat("--conversation", "trip-42", "-q", "Hello there.") == 0
@@ -68,7 +68,7 @@ def test_a_message_is_answered_and_the_conversation_goes_on(
         assert store.verify() == []
 
 
-def test_new_conversations_begin_under_a_declared_prefix(
+def test_new_conversations_can_start_from_a_prefix(
     echo: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = ServeProcess(tmp_path / "data")
@@ -89,7 +89,7 @@ def test_new_conversations_begin_under_a_declared_prefix(
     assert process.stop() == 0
 
 
-def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
+def test_a_session_with_piped_messages_and_commands(model: Path, tmp_path: Path) -> None:
     lines = ("/new a", "Hello there.", "/stats", "/fork b", "/undo", "/list", "/nonsense", "/bye")
     process = subprocess.run(
         [sys.executable, "-m", "pensieve", "chat", str(model), "--stats", "--max-tokens", "6"],
@@ -222,7 +222,7 @@ def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
     ConversationStore.open(tmp_path, "a test").close()
 
 
-def test_a_second_process_is_told_who_holds_the_data_folder(
+def test_a_second_process_is_told_which_process_holds_the_data_folder(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ConversationStore.open(tmp_path / "data", "pensieve chat"):
@@ -234,7 +234,7 @@ def test_a_second_process_is_told_who_holds_the_data_folder(
 
 
 @pytest.mark.usefixtures("echo")
-def test_bad_messages_are_refused_and_harm_nothing(
+def test_bad_messages_are_refused_and_change_nothing(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSIEVE_CONTEXT_MAX", "256")
@@ -267,7 +267,7 @@ def test_bad_messages_are_refused_and_harm_nothing(
         (["--conversation", "../etc"], 2, "conversation_id: must be 1 to 128"),
     ],
 )
-def test_impossible_settings_are_one_line_and_an_exit_code(
+def test_invalid_settings_give_a_one_line_error_and_an_exit_code(
     chat: Chat, arguments: list[str], code: int, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert chat(*arguments, "-q", "Hello.") == code
@@ -275,7 +275,7 @@ def test_impossible_settings_are_one_line_and_an_exit_code(
     assert problem in error
 
 
-def test_unusable_models_are_named_in_one_line(
+def test_unusable_models_give_a_one_line_error(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def error_of(folder: Path | str) -> str:
@@ -299,7 +299,7 @@ def test_unusable_models_are_named_in_one_line(
 
 
 @pytest.mark.usefixtures("echo")
-def test_a_model_without_a_chat_template_is_given_one(
+def test_a_chat_template_file_can_supply_or_replace_the_models_template(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare, config = tmp_path / "bare", "tokenizer_config.json"
@@ -370,7 +370,7 @@ def test_another_tokenizer_retokenises_the_text_and_logs_it(
         assert store.verify() == []
 
 
-def test_every_setting_says_where_it_comes_from(
+def test_print_config_shows_the_source_of_every_setting(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "pensieve.toml"

@@ -27,7 +27,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         yield terminal
 
 
-def test_a_line_that_ends_with_a_backslash_goes_on(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_trailing_backslash_continues_the_message(terminal: Terminal, tmp_path: Path) -> None:
     terminal.type("one\\\n")
     terminal.read_until("... ")
     terminal.type("two\\\n")
@@ -52,7 +52,7 @@ def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path) 
     ]
 
 
-def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path: Path) -> None:
+def test_edit_replaces_the_last_message(terminal: Terminal, tmp_path: Path) -> None:
     assert "! /edit: this conversation has no turn yet" in said(terminal, "/edit")
     said(terminal, "One.")
     said(terminal, "Two.")
@@ -71,7 +71,7 @@ def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path:
     assert leave(terminal, tmp_path / "data") == ["One.", "Two. And more.", "Four."]
 
 
-def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_path: Path) -> None:
+def test_rewind_removes_the_given_number_of_turns(terminal: Terminal, tmp_path: Path) -> None:
     assert "! /rewind: this conversation has no turn yet" in said(terminal, "/rewind")
     for text in ("One.", "Two.", "Three.", "Four."):
         said(terminal, text)
@@ -82,7 +82,7 @@ def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_p
     assert leave(terminal, tmp_path / "data") == ["One."]
 
 
-def test_another_system_prompt_is_for_another_conversation(
+def test_system_starts_a_new_conversation_with_the_prompt(
     terminal: Terminal, tmp_path: Path
 ) -> None:
     said(terminal, "One.")
@@ -136,7 +136,7 @@ def test_several_settings_may_be_set_at_once(terminal: Terminal) -> None:
     assert said(terminal, "/thinking") == "the last reply has no thinking"
 
 
-def test_what_a_person_typed_cannot_move_the_cursor_when_it_is_shown(tmp_path: Path) -> None:
+def test_control_characters_in_a_user_message_are_shown_escaped(tmp_path: Path) -> None:
     arguments = ("chat", "--conversation=c", "--max-tokens=4", "-q", "a\x1b[2Jb")
     with Terminal(tmp_path / "data", *arguments, echo_seconds=0.0) as terminal:
         assert terminal.wait() == 0
@@ -159,7 +159,7 @@ def test_help_names_every_command() -> None:
     assert max(map(len, HELP.splitlines())) <= 80
 
 
-def test_a_turn_is_said_again_with_all_that_was_sent() -> None:
+def test_resending_a_turn_repeats_all_its_messages() -> None:
     call: Any = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     blank: dict[str, Any] = {field.name: None for field in fields(Message)} | {
         "text": "",

@@ -24,7 +24,7 @@ from pensieve.launch import programs
 from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
 
-def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path) -> None:
+def test_a_page_has_ten_conversations_and_numbers_continue(tmp_path: Path) -> None:
     settings = resolve({"data": str(tmp_path)}, {})
     with (
         EmbeddedDaemon(settings, "a test", lambda line: None, programs.ECHO_ENGINE) as daemon,
@@ -63,13 +63,13 @@ def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path) -> None:
     assert cached_by_id(lambda: Admin(daemon.address)) is None  # this daemon does not tell
 
 
-def test_a_title_is_one_line_without_what_a_terminal_obeys() -> None:
+def test_a_title_is_one_line_without_control_characters() -> None:
     assert shortened("one\n\x1b[31mtwo   three", 30) == "one \u241b[31mtwo three".ljust(30)
     assert shortened("a" * 99, 8) == "aaaaaaa…"
     assert shortened("日本" * 20, 8) == "日本日 …"  # these characters take two columns each
 
 
-def test_long_ids_are_shortened_as_far_as_they_stay_apart() -> None:
+def test_long_ids_are_shortened_but_stay_unique() -> None:
     one, other = "a" * 25 + "1" * 7, "a" * 25 + "2" * 7
     ids = ["trip", one, other, "0123456789abcdef0123456789abcdef"]
     assert short_ids(ids) == ["trip", one[:26], other[:26], "0123456789ab"]
@@ -85,6 +85,6 @@ def test_long_ids_are_shortened_as_far_as_they_stay_apart() -> None:
         (timedelta(seconds=-5), "just now"),  # clocks differ
     ],
 )
-def test_an_age_is_rough(passed: timedelta, said: str) -> None:
+def test_ages_are_rounded(passed: timedelta, said: str) -> None:
     now = datetime(2026, 11, 22, 12, tzinfo=UTC)
     assert age_of(now - passed, now) == said

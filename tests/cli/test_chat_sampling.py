@@ -25,7 +25,7 @@ def sampling(
     return ChatSampling(resolve(flags, {}, None, settings_for(ENGINE, TALK)), defaults, from_model)
 
 
-def test_the_defaults_are_shown_and_left_to_the_daemon() -> None:
+def test_defaults_are_shown_but_not_sent() -> None:
     talk = sampling(DAEMON)
     assert talk.options == {}
     assert talk.line("temperature") == "temperature        0.7          (default)"
@@ -41,13 +41,13 @@ def test_a_flag_outranks_the_default() -> None:
     assert sampling(DAEMON, temperature="0.2").options == {"temperature": 0.2}
 
 
-def test_the_models_own_values_are_named_so() -> None:
+def test_values_from_the_model_are_labelled() -> None:
     talk = sampling(DAEMON, from_model=True)
     assert talk.line("temperature") == "temperature        0.7          (the model's own)"
     assert talk.line("max_tokens") == "max_tokens         1024         (default)"
 
 
-def test_a_daemon_that_does_not_tell_is_left_alone() -> None:
+def test_without_known_defaults_nothing_is_sent() -> None:
     assert sampling(None).options == {}
     assert sampling(None).line("temperature").endswith("default")
 
@@ -56,7 +56,7 @@ def test_a_daemon_that_does_not_tell_is_left_alone() -> None:
     ("defaults", "advice"),
     [({"temperature": 0.0}, "0.7"), (DAEMON, "1"), ({"temperature": 0.9}, "1.2"), (None, "0.7")],
 )
-def test_advice_against_a_loop_is_hotter_than_what_is_in_force(
+def test_advice_against_repetition_is_above_the_current_temperature(
     defaults: Mapping[str, float] | None, advice: str
 ) -> None:
     assert sampling(defaults).advice == f"/set temperature {advice}"

@@ -40,7 +40,7 @@ def written(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, plain: bool = Fa
     return out.getvalue()
 
 
-def test_a_pipe_gets_the_text_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_the_unchanged_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(monkeypatch, False) == "".join(REPLY) + "\n"
 
 
@@ -53,14 +53,14 @@ def test_a_terminal_gets_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "plain"), [("TERM", "dumb", False), ("COLUMNS", "12", False), ("A", "", True)]
 )
-def test_a_terminal_that_cannot_or_a_person_who_does_not_want_gets_the_text(
+def test_a_limited_terminal_or_plain_mode_shows_no_markdown(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, plain: bool
 ) -> None:
     monkeypatch.setenv(name, value)
     assert written(monkeypatch, True, plain) == "A **bold** word,\nand `code`␛[2J.\n\n"
 
 
-def test_a_reply_that_begins_again_begins_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_reply_is_shown_below_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Output(True)
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", out)
@@ -76,7 +76,7 @@ def test_a_reply_that_begins_again_begins_below(monkeypatch: pytest.MonkeyPatch)
     assert shown.text.split("\n") == ["```", "code", "[again]", "It is so."]
 
 
-def test_a_row_that_is_written_again_brings_no_control_characters(
+def test_a_rewritten_row_has_no_control_characters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = Output(True)

@@ -48,9 +48,7 @@ def test_three_pasted_lines_are_one_message(terminal: Terminal, tmp_path: Path) 
     assert leave(terminal, tmp_path / "data") == ["one\n\ttwo\n/three"]
 
 
-def test_a_paste_that_begins_with_quotes_or_a_slash_is_taken_as_it_is(
-    terminal: Terminal, tmp_path: Path
-) -> None:
+def test_a_paste_is_never_parsed_as_a_command_or_quotes(terminal: Terminal, tmp_path: Path) -> None:
     for text in ('"""A module.\n"""\nimport os', "/usr/bin\n/usr/lib"):
         terminal.type(f"{PASTE_BEGINS}{text}{PASTE_ENDS}")
         said(terminal, "")
@@ -73,7 +71,7 @@ def test_alt_enter_and_three_quotes_make_messages_of_several_lines(
     assert leave(terminal, tmp_path / "data") == ["one\ntwo", "one\ntwo\nthree", "one line"]
 
 
-def test_ctrl_c_within_three_quotes_gives_the_message_up(
+def test_ctrl_c_within_three_quotes_discards_the_message(
     terminal: Terminal, tmp_path: Path
 ) -> None:
     terminal.type('"""one\n')
@@ -96,7 +94,7 @@ def test_the_line_editor_remembers_whole_messages(terminal: Terminal, tmp_path: 
         assert leave(again, tmp_path / "data", "d") == ["a \\n b\nc"]
 
 
-def test_a_long_history_of_lines_is_cut(tmp_path: Path) -> None:
+def test_the_line_history_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "chat_history"
     path.write_text("".join(f"line {number}\n" for number in range(2 * HISTORY_ENTRIES_MAX + 1)))
     kept = _read_history(path)
@@ -114,7 +112,7 @@ def test_tab_completes_commands_settings_and_conversations(terminal: Terminal) -
     assert "a message has no completion" in text_of(terminal.read_until(PROMPT))
 
 
-def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal) -> None:
+def test_resume_accepts_a_number_an_id_or_its_beginning(terminal: Terminal) -> None:
     said(terminal, "Hello there.")
     for name in ("trip-1", "trip-2", "2"):
         said(terminal, f"/fork {name}")
@@ -129,7 +127,7 @@ def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal) -> None:
     assert "! no conversation has the number or the id '9'" in said(terminal, "/resume 9")
 
 
-def test_what_is_typed_during_a_reply_waits_for_the_prompt(tmp_path: Path) -> None:
+def test_text_typed_during_a_reply_waits_for_the_prompt(tmp_path: Path) -> None:
     with Terminal(tmp_path / "data", "chat", "--conversation=c", echo_seconds=0.1) as terminal:
         terminal.read_until(PROMPT)
         terminal.type("Hello there.\n")
@@ -143,9 +141,7 @@ def test_what_is_typed_during_a_reply_waits_for_the_prompt(tmp_path: Path) -> No
         assert leave(terminal, tmp_path / "data") == ["Hello there.", "TYPED behind"]
 
 
-def test_a_deletion_is_confirmed_and_the_system_prompt_stays(
-    terminal: Terminal, tmp_path: Path
-) -> None:
+def test_delete_asks_first_and_keeps_the_system_prompt(terminal: Terminal, tmp_path: Path) -> None:
     assert "! /delete: this conversation has no messages yet" in said(terminal, "/delete")
     assert "system prompt" not in said(terminal, "/new d")
     said(terminal, "/system Be brief.")
@@ -168,7 +164,7 @@ def test_a_deletion_is_confirmed_and_the_system_prompt_stays(
     assert leave(terminal, tmp_path / "data") == ["Again."]
 
 
-def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path) -> None:
+def test_retry_resends_the_last_message(terminal: Terminal, tmp_path: Path) -> None:
     assert "! " in said(terminal, "/retry")
     first = said(terminal, "Hello there.")
     second = said(terminal, "And now?")
@@ -181,9 +177,7 @@ def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path) -
     assert leave(terminal, tmp_path / "data") == ["Hello there.", "And now?"]
 
 
-def test_a_retry_has_another_seed_than_the_one_that_is_set(
-    terminal: Terminal, tmp_path: Path
-) -> None:
+def test_a_retry_uses_another_seed_than_the_set_one(terminal: Terminal, tmp_path: Path) -> None:
     said(terminal, "/set seed 5")
     said(terminal, "Hello there.")
     said(terminal, "/retry")
@@ -195,7 +189,7 @@ def test_a_retry_has_another_seed_than_the_one_that_is_set(
     assert seeds[1] != 5
 
 
-def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -> None:
+def test_set_shows_current_values_and_their_sources(terminal: Terminal) -> None:
     lines = said(terminal, "/set").splitlines()
     assert lines[0] == "temperature        0.0          (the model's own)"
     assert lines[1] == "top_p              1.0          (the model's own)"
@@ -213,7 +207,7 @@ def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -
     assert row.split()[-5:][0] == "2"
 
 
-def test_chat_waits_for_a_daemon_that_goes_away_and_returns(tmp_path: Path) -> None:
+def test_chat_waits_for_a_daemon_that_restarts(tmp_path: Path) -> None:
     first = ServeProcess(tmp_path / "data")
     first.start()
     arguments = ("chat", "--address", first.address, "--conversation=c", "--max-tokens=8")

@@ -39,7 +39,7 @@ def imported(client: Client, line: dict[str, Any], name: str) -> Conversation:
     return made
 
 
-def test_what_a_model_thought_and_called_is_exported_beside_its_text(tmp_path: Path) -> None:
+def test_exports_contain_thinking_and_tool_calls(tmp_path: Path) -> None:
     with (
         scripted(tmp_path, QWEN_3, REPLIES) as rig,
         Client(rig.rig.server.address) as client,
@@ -75,7 +75,7 @@ def test_a_line_may_have_any_number_of_messages() -> None:
     assert (given.system_prompt, len(given.messages)) == ("Be brief.", 40_000)
 
 
-def test_calls_without_an_answer_have_ids_of_their_place() -> None:
+def test_unanswered_calls_get_ids_from_their_place() -> None:
     call = {"id": "", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     named, now = {**call, "id": "call_7"}, datetime.now(UTC)
     state = ConversationState("talk", 1, 5, 0, 100, {}, (), {}, "", "", now, now)

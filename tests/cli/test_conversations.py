@@ -81,7 +81,7 @@ def lines_of(path: Path) -> dict[str, Any]:
     return {each.pop("id"): each for each in found}
 
 
-def test_what_is_exported_is_imported_and_exported_again(
+def test_an_export_can_be_imported_and_exported_unchanged(
     run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_some(client)
@@ -118,7 +118,7 @@ def test_what_is_exported_is_imported_and_exported_again(
     assert list(tmp_path.glob("*.part")) == []
 
 
-def test_a_long_conversation_and_its_fork_are_imported_as_they_were_exported(
+def test_a_long_conversation_and_its_fork_survive_export_and_import(
     run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns: list[dict[str, Any]] = [
@@ -145,7 +145,7 @@ def test_a_long_conversation_and_its_fork_are_imported_as_they_were_exported(
     talk(client, "long", "And now?")
 
 
-def test_a_line_that_cannot_be_imported_is_named_and_the_others_are_imported(
+def test_import_reports_bad_lines_and_imports_the_others(
     run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk(client, "taken", "Hello.")
@@ -208,7 +208,7 @@ def test_conversations_are_listed_and_shown(
     assert "pensieve: " in capsys.readouterr().err
 
 
-def test_a_conversation_that_is_deleted_while_it_is_exported_leaves_no_half_line(
+def test_a_conversation_deleted_during_its_export_leaves_no_partial_line(
     run: Run,
     client: Client,
     tmp_path: Path,
@@ -229,7 +229,7 @@ def test_a_conversation_that_is_deleted_while_it_is_exported_leaves_no_half_line
     assert list(lines_of(tmp_path / "some.jsonl")) == ["first"]
 
 
-def test_an_export_of_what_is_not_there_says_so(
+def test_missing_conversations_and_files_are_errors(
     run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk(client, "first", "Hello there.")
@@ -249,9 +249,7 @@ def test_an_export_of_what_is_not_there_says_so(
     assert list(client.conversations()) == []
 
 
-def test_a_person_is_asked_before_something_is_deleted(
-    run: Run, data: Path, client: Client
-) -> None:
+def test_rm_asks_for_confirmation_on_a_terminal(run: Run, data: Path, client: Client) -> None:
     talk(client, "first", "Hello there.")
     with Terminal(data, "conversations", "rm", "first") as terminal:
         terminal.read_until("Delete this conversation for good? [y/N] ")

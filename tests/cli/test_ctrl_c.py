@@ -75,7 +75,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_the_stored_text
     assert len({*stored.values()}) > number // 4, "too many replies were stopped before they began"
 
 
-def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path) -> None:
+def test_presses_while_the_daemon_starts_end_the_program_cleanly(tmp_path: Path) -> None:
     """Press at moments from the first import to the first prompt. No process may be left."""
     drawn = random.Random(SEED)
     for _ in range(2 * SCALE):
@@ -113,7 +113,7 @@ def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Pat
     assert list(replies_in(tmp_path)) == ["a whole line"]
 
 
-def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Path) -> None:
+def test_ctrl_c_discards_no_output_of_a_slow_terminal(tmp_path: Path) -> None:
     """By default, Ctrl-C makes the kernel drop output that still waits for the terminal.
 
     Output waits when it does not fit into the 4 KiB buffer of the terminal.
@@ -130,7 +130,7 @@ def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Pat
         assert shown.count("Tab                completes commands") == 8
 
 
-def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path) -> None:
+def test_a_press_during_a_single_message_prints_the_partial_reply_and_exits(tmp_path: Path) -> None:
     """With `-q`, the second press comes while the program ends."""
     arguments = ("chat", "--plain", "--conversation=c", "-q", "message 0.")
     with Terminal(tmp_path / "whole", *arguments, echo_seconds=0.0) as terminal:
@@ -149,7 +149,7 @@ def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path) ->
     assert text_of(whole[:8] + rest) == text_of(without_control(part))
 
 
-def test_a_later_press_gives_up_a_daemon_that_does_not_stop_the_reply(tmp_path: Path) -> None:
+def test_a_later_press_gives_up_on_a_daemon_that_does_not_stop(tmp_path: Path) -> None:
     daemon = ServeProcess(tmp_path / "data", engine="echo:0.02")
     daemon.start()
     arguments = ("chat", "--address", daemon.address, "--conversation=c", "--max-tokens=5000")
@@ -193,7 +193,7 @@ def test_a_press_before_the_request_stops_the_reply_at_its_beginning(ctrl_c: Ctr
         assert stopped.wait(10)
 
 
-def test_presses_stop_a_reply_once_and_a_late_one_gives_it_up(
+def test_several_presses_stop_a_reply_once_and_a_late_press_gives_up(
     ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: SimpleQueue[str] = SimpleQueue()
@@ -204,7 +204,7 @@ def test_presses_stop_a_reply_once_and_a_late_one_gives_it_up(
             for _ in range(100):
                 signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            pytest.fail("a press interrupts what is not the line editor")
+            pytest.fail("a press interrupted code outside the line editor")
         monkeypatch.setattr("pensieve.cli.ctrl_c.PATIENCE_SECONDS", 0.0)
         signal.raise_signal(signal.SIGINT)
         assert calls.get(timeout=10) == "give up"
@@ -212,7 +212,7 @@ def test_presses_stop_a_reply_once_and_a_late_one_gives_it_up(
         ctrl_c.check()
 
 
-def test_a_press_ends_a_pause_between_two_tries(ctrl_c: CtrlC) -> None:
+def test_a_press_ends_the_wait_between_retries(ctrl_c: CtrlC) -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert not ctrl_c.sleep(250.0)
 
@@ -237,7 +237,7 @@ def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path) -> None:
         terminal.read_until("came: None False", 20)
 
 
-def test_a_press_as_readline_returns_is_one_like_others(
+def test_a_press_while_input_returns_counts_as_a_press(
     ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python then reports that input() returned a result with an exception set."""
@@ -255,7 +255,7 @@ def test_a_press_as_readline_returns_is_one_like_others(
         ctrl_c.line("> ")
 
 
-def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_called(
+def test_a_press_inside_the_timer_handler_counts_for_the_interrupted_code(
     ctrl_c: CtrlC,
 ) -> None:
     def within(code: CodeType) -> Any:
@@ -269,7 +269,7 @@ def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_ca
     assert not ctrl_c.at_prompt
 
 
-def test_a_press_while_readline_completes_is_forgotten_and_the_next_one_is_not(
+def test_a_press_during_completion_is_ignored_and_the_next_is_not(
     tmp_path: Path,
 ) -> None:
     presses = "readline.set_completer(lambda word, index: os.kill(os.getpid(), signal.SIGINT))"

@@ -24,7 +24,7 @@ KV = r"KV in b?float\d\d, [\d,]+ bytes a token"
 NO_LIBRARY = "layers in torch: pensieve was installed without its compiled kernels"
 
 
-def test_the_start_of_a_daemon_says_in_which_form_layers_run(
+def test_a_starting_daemon_logs_how_layers_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layers: list[str] = []
@@ -49,7 +49,7 @@ def test_the_start_of_a_daemon_says_in_which_form_layers_run(
     assert line == layers[-1] == NO_LIBRARY
 
 
-def test_the_doctor_says_in_which_form_a_models_layers_would_run(tmp_path: Path) -> None:
+def test_the_doctor_reports_how_a_models_layers_would_run(tmp_path: Path) -> None:
     if compiled_library() is not None:
         told = pensieve("doctor", str(MODEL_PATH), "--weights", "int8", "--dtype", "bfloat16")
         (line,) = (line for line in told.stdout.splitlines() if line.startswith("model "))
@@ -82,7 +82,7 @@ def mistral(folder: Path, vocab_size: int = 2560) -> Path:
     return with_texts(save_tiny(config, folder))
 
 
-def test_tokenizer_and_template_are_loaded_as_a_daemon_loads_them(
+def test_the_doctor_checks_tokenizer_and_template_like_a_daemon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def problem(*arguments: str) -> str:
@@ -102,7 +102,7 @@ def test_tokenizer_and_template_are_loaded_as_a_daemon_loads_them(
     assert f"the model cannot be loaded: {folder} has no tokenizer.json" in problem(str(folder))
 
 
-def test_weights_that_would_be_left_out_are_wrong(
+def test_the_doctor_reports_weights_that_would_be_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = mistral(tmp_path / "model")
@@ -116,7 +116,7 @@ def test_weights_that_would_be_left_out_are_wrong(
     )
 
 
-def test_a_model_that_cannot_be_loaded_is_wrong(
+def test_the_doctor_reports_a_model_that_cannot_be_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = mistral(tmp_path / "model")

@@ -27,19 +27,19 @@ def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
     )
 
 
-def told_about(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+def usage_error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
     return capsys.readouterr().err.splitlines()
 
 
-def test_an_unknown_flag_is_the_first_thing_that_is_said(
+def test_an_unknown_flag_is_named_in_the_first_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for command in (["serve"], ["admin", "stats"], ["bench", "chat"]):
         name = f"pensieve {' '.join(command)}"
-        first, second = told_about([*command, "--prot", "50051"], capsys)
+        first, second = usage_error_of([*command, "--prot", "50051"], capsys)
         assert first.startswith(f"{name}: unknown flag --prot")
         assert second.startswith(f"`{name} --help`")
 
@@ -53,23 +53,23 @@ def test_an_unknown_flag_is_the_first_thing_that_is_said(
         (["bench", "chat", "--shape", "shrt"], "Did you mean short?"),
     ],
 )
-def test_what_may_have_been_meant(
+def test_misspelled_words_get_a_suggestion(
     words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told_about(words, capsys)[0].endswith(meant)
+    assert usage_error_of(words, capsys)[0].endswith(meant)
 
 
-def test_what_nothing_is_like_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Did you mean" not in "".join(told_about(["serve", "--xyzzy"], capsys))
+def test_a_flag_unlike_all_others_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean" not in "".join(usage_error_of(["serve", "--xyzzy"], capsys))
 
 
-def test_a_model_that_is_nearly_the_name_of_one(tmp_path: Path) -> None:
+def test_a_misspelled_model_name_gets_a_suggestion(tmp_path: Path) -> None:
     ended = pensieve("serve", "smolm2", "--data", str(tmp_path))
     assert ended.returncode == 4
     assert 'unknown model "smolm2". Did you mean "smollm2"?' in ended.stderr
 
 
-def test_a_trace_of_which_nothing_can_be_read_is_an_error(
+def test_a_trace_without_readable_lines_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -90,7 +90,7 @@ def test_a_trace_of_which_nothing_can_be_read_is_an_error(
 
 
 @pytest.mark.parametrize("kind", ["chat", "attention", "step"])
-def test_a_bench_that_cannot_draw_says_so_before_it_measures(
+def test_a_bench_without_matplotlib_fails_before_measuring(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
@@ -99,7 +99,7 @@ def test_a_bench_that_cannot_draw_says_so_before_it_measures(
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
-def test_a_table_is_not_cut_where_lines_are_short(
+def test_a_table_is_not_truncated_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pensieve.bench.report import Report
@@ -118,7 +118,7 @@ def test_a_table_is_not_cut_where_lines_are_short(
 
 
 @pytest.mark.executed
-def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:
+def test_grpc_log_lines_are_suppressed_by_default(tmp_path: Path) -> None:
     from tests.conversations.rig_daemon import ServeProcess
 
     process = ServeProcess(tmp_path / "data")
@@ -131,7 +131,7 @@ def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:
     assert process.stop() == 0
 
 
-def test_more_memory_than_there_is_costs_one_line(
+def test_too_large_a_device_cache_gives_a_one_line_error(
     tmp_path: Path,
 ) -> None:
     told = pensieve("chat", "-q", "a", "--data", str(tmp_path), "--device-cache", "500TiB")
@@ -164,10 +164,10 @@ def test_more_memory_than_there_is_costs_one_line(
         ),
     ],
 )
-def test_a_wrong_argument_is_named_with_what_it_must_be(
+def test_errors_name_the_argument_and_its_valid_values(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told_about(words, capsys)[0].startswith(told)
+    assert usage_error_of(words, capsys)[0].startswith(told)
 
 
 def test_an_error_ends_with_its_remedy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "own"))
 
 
@@ -50,7 +50,7 @@ def asked(daemon: ServeProcess, conversation: str) -> list[str]:
         (["some/model", "--dtype", "float32"], "MODEL, --dtype"),
     ],
 )
-def test_a_model_for_a_daemon_that_has_one_is_refused(
+def test_a_model_is_refused_for_a_daemon_that_already_has_one(
     daemon: ServeProcess, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", "--address", daemon.address, *flags, "-q", "Hello."]) == 2
@@ -59,14 +59,14 @@ def test_a_model_for_a_daemon_that_has_one_is_refused(
     assert told.out == ""
 
 
-def test_settings_of_the_environment_are_for_all_commands_and_not_refused(
+def test_a_model_from_the_environment_is_not_refused(
     daemon: ServeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSIEVE_MODEL", "some/model")
     assert main(["chat", "--address", daemon.address, "-q", "Hello.", "--max-tokens", "3"]) == 0
 
 
-def test_chat_beside_a_daemon_on_the_same_folder_talks_through_it(
+def test_chat_uses_the_daemon_that_holds_its_data_folder(
     daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["chat", "--data", str(daemon.data), "--conversation", "beside", "--max-tokens", "3"]
@@ -78,7 +78,7 @@ def test_chat_beside_a_daemon_on_the_same_folder_talks_through_it(
     assert "MODEL: the daemon at unix:" in capsys.readouterr().err
 
 
-def test_the_model_that_a_daemon_has_may_be_named_beside_it(
+def test_naming_the_daemons_own_model_is_accepted(
     daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["chat", "--data", str(daemon.data), "--conversation", "named", "--max-tokens", "3"]
@@ -90,7 +90,7 @@ def test_the_model_that_a_daemon_has_may_be_named_beside_it(
 
 
 @pytest.mark.parametrize("has_daemon", [True, False])
-def test_tls_and_token_are_for_a_daemon_at_an_address(
+def test_tls_and_token_require_an_address(
     daemon: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_daemon: bool
 ) -> None:
     data = daemon.data if has_daemon else tmp_path
@@ -108,7 +108,7 @@ def test_clients_wait_for_a_daemon_that_loads_its_model(
     assert "is not ready; retrying" in capsys.readouterr().err
 
 
-def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:
+def test_stats_are_never_taken_from_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:
     """The other daemon's socket is in the default data folder."""
     with DaemonRig(tmp_path / "data", program=ECHO) as rig:
         given = subprocess.run(
@@ -123,7 +123,7 @@ def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: P
     assert "device cache" not in given.stdout
 
 
-def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
+def test_the_socket_of_a_killed_daemon_is_ignored(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
@@ -136,7 +136,7 @@ def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
     assert "talking through" not in capfd.readouterr().err
 
 
-def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
+def test_a_journal_is_refused_for_an_engine_without_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
@@ -150,7 +150,7 @@ def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
 # -- messages --
 
 
-def test_a_dash_is_the_message_on_standard_input(
+def test_a_dash_reads_the_message_from_standard_input(
     daemon: ServeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = ["chat", "--address", daemon.address, "--max-tokens", "3"]
@@ -168,7 +168,7 @@ def test_a_dash_is_the_message_on_standard_input(
         (b"", ["-q", "-"], "must not be empty"),
     ],
 )
-def test_standard_input_that_is_no_message_is_refused(
+def test_invalid_standard_input_is_refused(
     daemon: ServeProcess,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -193,7 +193,7 @@ def test_several_messages_are_sent_in_their_order(
     assert capsys.readouterr().out == "".join(f"{reply}\n" for reply in replies)
 
 
-def test_piped_lines_are_answered_and_nothing_else_is_on_standard_output(
+def test_piped_lines_print_only_the_replies(
     daemon: ServeProcess,
 ) -> None:
     talk = ["--address", daemon.address, "--conversation", "lines", "--max-tokens", "3"]
@@ -213,7 +213,7 @@ def test_piped_lines_are_answered_and_nothing_else_is_on_standard_output(
     assert told.stdout == "".join(f"{reply}\n" for reply in replies)
 
 
-def test_a_system_prompt_is_for_new_conversations_and_for_others_refused(
+def test_a_system_prompt_is_refused_for_a_conversation_with_another_one(
     daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["chat", "--address", daemon.address, "--max-tokens", "3", "--conversation", "told"]
@@ -232,7 +232,7 @@ def test_a_system_prompt_is_for_new_conversations_and_for_others_refused(
 # -- how a daemon is reached --
 
 
-def test_a_token_that_is_not_known_is_not_called_missing(
+def test_unknown_and_missing_tokens_have_different_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tokens.toml"
@@ -257,7 +257,7 @@ def test_a_token_that_is_not_known_is_not_called_missing(
     assert process.stop() == 0
 
 
-def test_tls_where_there_is_none_and_none_where_there_is_are_said_so(
+def test_a_tls_mismatch_is_explained(
     daemon: ServeProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pem, key = CERTS / "server.pem", CERTS / "server.key"
@@ -283,14 +283,14 @@ def test_tls_where_there_is_none_and_none_where_there_is_are_said_so(
     assert secure.stop() == 0
 
 
-def test_nobody_at_an_address_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_a_daemon_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--address", "127.0.0.1:1", "-q", "Hello."]) == 1
     told = capsys.readouterr().err
     assert "nothing listens at 127.0.0.1:1" in told
     assert "Start a daemon with `pensieve serve`" in told
 
 
-def test_the_socket_of_the_folder_needs_no_tls_whatever_the_network_needs(
+def test_the_unix_socket_ignores_tls_settings(
     daemon: ServeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSIEVE_TLS_CA", str(CERTS / "ca.pem"))

@@ -116,7 +116,7 @@ def test_the_socket_of_a_killed_daemon_gives_one_error_line_and_is_replaced(
     assert process.stop() == 0
 
 
-def test_the_operator_is_told_which_model_is_served(
+def test_info_stats_and_log_name_the_served_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = ServeProcess(tmp_path / "data", engine="model")
@@ -149,7 +149,7 @@ def test_the_operator_is_told_which_model_is_served(
     assert process.stop() == 0
 
 
-def test_stats_say_what_was_attained_and_whose_the_work_was(
+def test_stats_show_attained_objectives_and_work_per_tenant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tokens.toml"
@@ -174,7 +174,7 @@ def test_stats_say_what_was_attained_and_whose_the_work_was(
     assert process.stop() == 0
 
 
-def test_the_table_shows_what_stood_in_the_way() -> None:
+def test_the_stats_table_shows_waits_stalls_and_suspensions() -> None:
     stats = pb.Stats()
     more = {
         "stalls": 3,

@@ -40,7 +40,7 @@ def line_of_costs(process: ServeProcess) -> str:
     return str(found)
 
 
-def test_a_profile_is_kept_and_the_next_start_says_that_it_uses_it(
+def test_a_profile_is_saved_and_logged_by_the_next_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--quick", "--json", *SMALL]) == 0
@@ -76,7 +76,7 @@ def test_a_profile_is_kept_and_the_next_start_says_that_it_uses_it(
     assert main([*simulated, "--device-tokens", "4k", "--host-tokens", "8k"]) == 0
 
 
-def test_a_profile_is_written_where_it_is_asked_for(
+def test_output_sets_the_file_of_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cost.json"

@@ -101,7 +101,7 @@ def test_a_reply_is_shown_as_markdown() -> None:
 
 
 @pytest.mark.parametrize("columns", [20, 33, 60])
-def test_however_a_reply_comes_in_pieces_it_ends_up_the_same(columns: int) -> None:
+def test_a_reply_looks_the_same_however_it_is_split(columns: int) -> None:
     at_once = Shown(columns).whole(REPLY)
     for seed in range(12):
         draw, shown, left = random.Random(seed), Shown(columns), REPLY
@@ -113,7 +113,7 @@ def test_however_a_reply_comes_in_pieces_it_ends_up_the_same(columns: int) -> No
         assert shown.screen.text == at_once, seed
 
 
-def test_a_long_reply_costs_what_its_text_costs() -> None:
+def test_the_output_of_a_long_reply_is_linear_in_its_text() -> None:
     """Each piece of the growing text is written once, and lines of code a few times."""
     words = "a word and another one, " * 400
     shown = Shown()
@@ -135,7 +135,7 @@ def test_a_long_reply_costs_what_its_text_costs() -> None:
         assert blocks.open is None or len(blocks.open.text) <= BLOCK_CHARACTERS_MAX
 
 
-def test_code_that_is_cut_stays_one_piece_of_code() -> None:
+def test_a_long_code_block_that_is_split_stays_one_block() -> None:
     lines = [f"line_{number} = {number}" for number in range(3 * CODE_LINES_MAX + 5)]
     code = "\n".join(["```python", *lines, "```", "and so on"])
     shown = Shown(lines=10)
@@ -145,7 +145,7 @@ def test_code_that_is_cut_stays_one_piece_of_code() -> None:
     assert shown.screen.text.split("\n") == ["```python", *lines, "```", "and so on"]
 
 
-def test_code_without_an_end_ends_with_the_reply() -> None:
+def test_an_unclosed_code_block_ends_with_the_reply() -> None:
     assert Shown().whole("```sh\nls") == "```sh\nls\n```"
     assert Shown().whole("```") == "```\n```"
 
@@ -158,7 +158,7 @@ def test_control_characters_reach_no_terminal() -> None:
     assert kept == {"\t", "\n"}
 
 
-def test_thinking_is_there_while_it_comes_and_then_folded() -> None:
+def test_thinking_is_shown_while_it_streams_and_then_folded() -> None:
     shown = Shown(columns=40)
     for word in range(200):
         shown.push(f"word{word} ", "thinking")
@@ -170,7 +170,7 @@ def test_thinking_is_there_while_it_comes_and_then_folded() -> None:
     assert shown.screen.text == "[thought: 200 words]\nIt is so."
 
 
-def test_a_line_below_a_reply_goes_away_and_a_cut_stays() -> None:
+def test_a_note_below_a_reply_disappears_but_a_cut_stays() -> None:
     shown = Shown()
     shown.push("Some **bold")
     shown.view.note("[waiting]")
@@ -184,7 +184,7 @@ def test_a_line_below_a_reply_goes_away_and_a_cut_stays() -> None:
     assert shown.screen.text == "Some **bold\n[a notice]\nand more"
 
 
-def test_a_cut_within_code_goes_on_as_code() -> None:
+def test_code_continues_as_code_after_a_cut() -> None:
     shown = Shown()
     shown.push("```\nfirst *a*\n")
     shown.view.cut()
@@ -193,7 +193,7 @@ def test_a_cut_within_code_goes_on_as_code() -> None:
     assert shown.screen.text.split("\n") == ["```", "first *a*", "second *b*", "```", "c"]
 
 
-def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from pensieve.cli import markdown
 
     def written() -> str:
@@ -214,7 +214,7 @@ def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.Monkey
     markdown._console.cache_clear()
 
 
-def test_rows_are_written_again_only_where_they_differ() -> None:
+def test_only_changed_rows_are_rewritten() -> None:
     written: list[str] = []
     rows = LiveRows(written.append, lambda: 24)
     screen = TerminalScreen(40, 24)
@@ -229,7 +229,7 @@ def test_rows_are_written_again_only_where_they_differ() -> None:
     assert written == ["\n"]
 
 
-def test_rows_that_have_left_the_screen_stay() -> None:
+def test_rows_that_scrolled_off_are_not_rewritten() -> None:
     screen = TerminalScreen(40, 4)
     rows = LiveRows(screen.write, lambda: 4)
     rows.show([f"old {number}" for number in range(8)])

@@ -157,12 +157,12 @@ def test_admin_shows_figures(daemon: ServeProcess, capsys: pytest.CaptureFixture
     assert "there is no conversation" in capsys.readouterr().err
 
 
-def test_the_socket_is_its_owners_alone(daemon: ServeProcess) -> None:
+def test_socket_and_data_folder_are_private_to_their_user(daemon: ServeProcess) -> None:
     assert stat.S_IMODE((daemon.data / "admin.sock").stat().st_mode) == 0o600
     assert stat.S_IMODE(daemon.data.stat().st_mode) == 0o700
 
 
-def test_a_second_daemon_is_told_who_holds_the_folder_and_the_port(
+def test_a_second_daemon_is_refused_the_folder_and_the_port(
     daemon: ServeProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run("serve", "--data", str(daemon.data), "--address", "127.0.0.1:0") == 3
@@ -182,7 +182,7 @@ def test_a_second_daemon_is_told_who_holds_the_folder_and_the_port(
         (("--device-cache", "1t"), 3, "4 are needed"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(
+def test_invalid_serve_arguments_give_a_one_line_error(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
@@ -288,7 +288,7 @@ def test_admin_without_a_daemon_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no daemon has the data folder" in capsys.readouterr().err
 
 
-def test_a_long_data_folder_has_its_socket_elsewhere(
+def test_a_long_data_path_has_its_socket_in_the_runtime_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
@@ -303,7 +303,7 @@ def test_a_long_data_folder_has_its_socket_elsewhere(
 
 
 @pytest.mark.executed
-def test_systemd_is_told(tmp_path: Path) -> None:
+def test_systemd_is_notified_of_ready_and_stopping(tmp_path: Path) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(path))
@@ -319,7 +319,7 @@ def test_systemd_is_told(tmp_path: Path) -> None:
         assert listener.recv(100) == b"STOPPING=1"
 
 
-def test_systemd_is_notified_as_long_as_the_service_answers(tmp_path: Path) -> None:
+def test_systemd_watchdog_is_notified_while_the_service_answers(tmp_path: Path) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(path))
@@ -367,7 +367,7 @@ def test_a_service_whose_store_does_not_answer_does_not_notify_systemd(
 
 
 @pytest.mark.parametrize("variables", [{}, {"WATCHDOG_USEC": "5", "WATCHDOG_PID": "1"}])
-def test_there_is_no_watchdog_unless_systemd_wants_one_of_this_process(
+def test_no_watchdog_unless_systemd_requests_it_for_this_process(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
@@ -377,7 +377,7 @@ def test_there_is_no_watchdog_unless_systemd_wants_one_of_this_process(
     assert systemd.watchdog_seconds() is None
 
 
-def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reports_versions_memory_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["problems"] == []

@@ -19,11 +19,11 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "own"))
 
 
-def test_a_talk_goes_to_the_home_of_its_conversation_and_on_without_it(
+def test_chat_goes_to_the_home_of_its_conversation_and_fails_over(
     fleet: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order = ranked("trip-42", fleet.addresses)
@@ -37,7 +37,7 @@ def test_a_talk_goes_to_the_home_of_its_conversation_and_on_without_it(
     assert shown.index("Hello there.") < shown.index("Still there?")
 
 
-def test_the_variable_names_several_and_conversations_are_listed_once(
+def test_conversations_of_several_daemons_are_listed_once(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSIEVE_DAEMON", ", ".join(fleet.addresses))
@@ -49,14 +49,16 @@ def test_the_variable_names_several_and_conversations_are_listed_once(
     assert sorted(line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]) == [*"abc"]
 
 
-def test_an_operator_is_told_to_name_one(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_with_several_addresses_requires_a_replica(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["admin", "drain", "--address", ",".join(fleet.addresses)]) == 2
     assert capsys.readouterr().err.strip() == (
         "pensieve: --replica: is missing: drain works on one of " + ", ".join(fleet.addresses)
     )
 
 
-def test_when_none_can_be_reached_all_are_named(
+def test_if_no_daemon_is_reachable_the_error_names_all(
     fleet: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for address in fleet.addresses:

@@ -35,7 +35,9 @@ def test_the_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFix
     assert "recomputed" in capsys.readouterr().out
 
 
-def test_the_command_draws_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drawn_workload_runs_and_invalid_arguments_are_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     drawn_ones = ["--workload", "sharegpt", "--rate", "0.5", "--seconds", "20", "--reaction", "5"]
     assert main(["simulate", *drawn_ones, "--model", "qwen2-7b", "--policy", "value"]) == 0
     out, err = capsys.readouterr()
@@ -75,7 +77,7 @@ def test_sweeps_and_their_plots(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "host size" in capsys.readouterr().out
 
 
-def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tier_sizes_default_to_the_hardwares_memory(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["simulate", "--workload", "sharegpt", "--seconds", "5", "--json", "--stateless"]
     assert main([*given, "--model", "opt-13b", "--hardware", "a100-80gb"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -98,14 +100,14 @@ def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -
         ("--until 3 --count-from 5", "nothing is counted"),
     ],
 )
-def test_what_cannot_be_simulated_is_explained(
+def test_impossible_simulations_are_explained(
     wrong: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", "--workload", "sharegpt", *wrong.split()]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_prompts_that_are_computed_in_pieces_hold_up_others_for_less(
+def test_splitting_prompts_shortens_the_gaps_of_other_turns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     drawn = "--workload assistant --seconds 30 --rate 2 --model opt-13b --hardware a100-80gb"
@@ -119,7 +121,7 @@ def test_prompts_that_are_computed_in_pieces_hold_up_others_for_less(
     assert gaps[2] <= 1.15 * 50.0 < 0.5 * gaps[0]  # milliseconds
 
 
-def test_equal_rows_are_explained_where_nothing_was_evicted(
+def test_equal_rows_are_explained_if_nothing_was_evicted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["simulate", "--workload", "sharegpt", "--seconds", "20", "--hardware", "instant"]
@@ -132,7 +134,7 @@ def test_equal_rows_are_explained_where_nothing_was_evicted(
     assert "equal because" not in capsys.readouterr().err, "nothing was compared"
 
 
-def test_several_seeds_are_one_row_of_medians_with_the_spread(
+def test_several_seeds_give_one_row_with_median_and_spread(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     drawn_ones = ["--workload", "sharegpt", "--seconds", "40", "--reaction", "5", "--rate", "2"]
@@ -143,7 +145,7 @@ def test_several_seeds_are_one_row_of_medians_with_the_spread(
         (policy, seed) for policy in ("lru", "value", "return") for seed in range(3)
     ]
     assert all(row["saved"] == 0 for row in rows if row["policy"] == "lru"), (
-        "each seed with its own"
+        "each seed is compared with its own LRU row"
     )
     lines = report.table(rows).splitlines()
     assert len(lines) == 1 + 3

@@ -60,7 +60,9 @@ def test_the_command_records_replays_and_fits(
     assert "pensieve 0.0.1 wrote it" in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_journal_arguments_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal_of(tmp_path)
     short, other, empty = str(tmp_path / "j"), tmp_path / "other", tmp_path / "empty"
     other.write_text("{}\n")

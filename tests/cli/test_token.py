@@ -20,7 +20,7 @@ def sha256_of(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-def test_what_is_appended_to_a_file_is_the_entry_and_the_person_sees_the_secret(
+def test_redirected_output_is_the_entry_and_stderr_shows_the_secret(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tokens.toml"
@@ -40,7 +40,7 @@ def test_what_is_appended_to_a_file_is_the_entry_and_the_person_sees_the_secret(
     assert (token.sha256, token.tenant) == (sha256_of(secret), "a")
 
 
-def test_with_a_file_the_entry_is_appended_and_the_output_is_the_secret_alone(
+def test_with_a_file_the_entry_is_appended_and_only_the_secret_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tokens.toml"
@@ -57,7 +57,7 @@ def test_with_a_file_the_entry_is_appended_and_the_output_is_the_secret_alone(
     assert [token.tenant for token in read_tokens(file)] == ["a", "b"]
 
 
-def test_a_file_without_a_last_line_break_is_appended_to_whole(
+def test_an_entry_is_appended_after_a_missing_line_break(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tokens.toml"

@@ -61,8 +61,8 @@ CLIENTS: Mapping[str, Client] = {
 
 
 @dataclass
-class Tried:
-    """The result of a client."""
+class ClientResult:
+    """The result of a client's scenes."""
 
     name: str
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -82,12 +82,14 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(CLIENTS)}")
-    parser.add_argument("--newest", action="store_true", help="not the versions named here")
-    parser.add_argument("--results", type=Path, help="a file of JSON for what came of it")
+    parser.add_argument(
+        "--newest", action="store_true", help="use the newest versions, not the listed ones"
+    )
+    parser.add_argument("--results", type=Path, help="write the results to this JSON file")
     given = parser.parse_args()
     if unknown := set(given.names) - set(CLIENTS):
         parser.error(f"there is no client {sorted(unknown)[0]!r}")
-    found = [tried(name, newest=given.newest) for name in given.names or CLIENTS]
+    found = [run_client(name, newest=given.newest) for name in given.names or CLIENTS]
     if given.results is not None:
         lines = [{**vars(each), "failures": each.failures} for each in found]
         given.results.write_text(json.dumps(lines, indent=1), encoding="utf-8")
@@ -97,9 +99,9 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def tried(name: str, *, newest: bool = False) -> Tried:
+def run_client(name: str, *, newest: bool = False) -> ClientResult:
     """Run a client's scenes with a new daemon."""
-    client, found = CLIENTS[name], Tried(name)
+    client, found = CLIENTS[name], ClientResult(name)
     try:
         python = environment(name, client.newest if newest else client.packages)
     except subprocess.CalledProcessError as error:

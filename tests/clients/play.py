@@ -1,8 +1,8 @@
 """Tools for the scenes of a client: the server's address, the model's next replies, and the turns that ran.
 
 This runs in the client's environment (`python -m tests.clients.with_NAME URL SCRIPT LOG`), so it imports only
-the standard library. A scene is a function marked with `scene`. `act` runs the scenes one after another, and
-prints a line of JSON for each.
+the standard library. A scene is a function marked with `scene`. `run_scenes` runs the scenes one after
+another, and prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Turns:
         return [each for each in lines if each["message"] == "turn ended"]
 
 
-def act(*distributions: str) -> None:
-    """Play all scenes."""
+def run_scenes(*distributions: str) -> None:
+    """Run all scenes."""
     versions = {each: importlib.metadata.version(each) for each in distributions}
     print(json.dumps({"versions": versions}), flush=True)
     for what, function in SCENES:

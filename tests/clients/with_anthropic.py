@@ -8,7 +8,17 @@ from typing import Any
 import anthropic
 import pydantic
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import (
+    MODEL,
+    TURNS,
+    URL,
+    Turns,
+    agent_replies,
+    call,
+    run_scenes,
+    says,
+    scene,
+)
 
 # Any: the scenes check the values, whichever of the SDK's many types they have.
 client: Any = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
@@ -172,4 +182,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act("anthropic")
+    run_scenes("anthropic")

@@ -9,7 +9,17 @@ from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import (
+    MODEL,
+    TURNS,
+    URL,
+    Turns,
+    agent_replies,
+    call,
+    run_scenes,
+    says,
+    scene,
+)
 
 
 class City(pydantic.BaseModel):
@@ -162,4 +172,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act("langchain-openai")
+    run_scenes("langchain-openai")

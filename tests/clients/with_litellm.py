@@ -7,7 +7,17 @@ from typing import Any
 
 import litellm
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import (
+    MODEL,
+    TURNS,
+    URL,
+    Turns,
+    agent_replies,
+    call,
+    run_scenes,
+    says,
+    scene,
+)
 
 litellm.num_retries = 0
 GIVEN: Any = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
@@ -162,4 +172,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act("litellm")
+    run_scenes("litellm")

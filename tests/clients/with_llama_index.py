@@ -9,7 +9,17 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import (
+    MODEL,
+    TURNS,
+    URL,
+    Turns,
+    agent_replies,
+    call,
+    run_scenes,
+    says,
+    scene,
+)
 
 
 class City(pydantic.BaseModel):
@@ -140,4 +150,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act("llama-index-llms-openai-like")
+    run_scenes("llama-index-llms-openai-like")

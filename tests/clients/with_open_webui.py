@@ -10,7 +10,7 @@ import json
 import urllib.request
 from typing import Any
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, says, scene
+from tests.clients.play import MODEL, TURNS, URL, Turns, agent_replies, run_scenes, says, scene
 
 CHAT = {"X-OpenWebUI-User-Id": "u1", "X-OpenWebUI-User-Name": "Ada%20L", "X-OpenWebUI-Chat-Id": "c"}
 LOOK = {
@@ -124,4 +124,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act()
+    run_scenes()

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pydantic
 
-from tests.clients.play import MODEL, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import MODEL, URL, Turns, agent_replies, call, run_scenes, says, scene
 
 # Any: the scenes check the values, whichever of the SDK's many types they have.
 client: Any = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
@@ -328,4 +328,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act("openai")
+    run_scenes("openai")

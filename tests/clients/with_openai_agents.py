@@ -10,7 +10,17 @@ import pydantic
 from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
 from agents.models.openai_responses import OpenAIResponsesModel
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import (
+    MODEL,
+    TURNS,
+    URL,
+    Turns,
+    agent_replies,
+    call,
+    run_scenes,
+    says,
+    scene,
+)
 
 agents.set_tracing_disabled(True)
 
@@ -132,4 +142,4 @@ async def _() -> None:
 
 
 if __name__ == "__main__":
-    act("openai-agents")
+    run_scenes("openai-agents")

@@ -12,7 +12,17 @@ from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.usage import UsageLimits
 
-from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
+from tests.clients.play import (
+    MODEL,
+    TURNS,
+    URL,
+    Turns,
+    agent_replies,
+    call,
+    run_scenes,
+    says,
+    scene,
+)
 
 LIMITS = UsageLimits(request_limit=TURNS + 2)
 
@@ -196,4 +206,4 @@ def _() -> None:
 
 
 if __name__ == "__main__":
-    act("pydantic-ai-slim")
+    run_scenes("pydantic-ai-slim")

@@ -49,7 +49,7 @@ def streamed(pieces: Sequence[Sequence[Piece]], ending: MessageEnding) -> list[d
     return events + stream.end(REPLY, PROMPT, ending)
 
 
-def put_together(events: Sequence[dict[str, Any]]) -> Any:
+def assembled(events: Sequence[dict[str, Any]]) -> Any:
     found: Any = None
     buffers: dict[int, bytes] = {}
     for each in events:
@@ -70,7 +70,7 @@ def shown(found: Any) -> dict[str, Any]:
     }
 
 
-def test_a_message() -> None:
+def test_a_reply_becomes_a_message() -> None:
     pieces: list[Piece] = [Thinking("so"), Text("Hel"), Text("lo")]
     assert message(HEADING, pieces, REPLY, PROMPT, MessageEnding("end_turn")) == {
         "id": "msg_a1",
@@ -93,7 +93,7 @@ def test_a_message() -> None:
     }
 
 
-def test_calls_are_blocks_of_their_own() -> None:
+def test_each_tool_call_is_a_separate_block() -> None:
     pieces: list[Piece] = [
         Text("I'll look."),
         CallBegan(0, "f"),
@@ -111,7 +111,7 @@ def test_calls_are_blocks_of_their_own() -> None:
     ]
 
 
-def test_the_events_of_a_message() -> None:
+def test_stream_events_of_thinking_text_and_a_tool_call() -> None:
     pieces: list[list[Piece]] = [
         [],
         [Thinking("so")],
@@ -133,11 +133,11 @@ def test_the_events_of_a_message() -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-def test_a_reply_without_a_piece_is_a_message_without_a_block() -> None:
+def test_an_empty_reply_streams_a_message_without_blocks() -> None:
     events = streamed([], MessageEnding("end_turn"))
     kinds = ["message_start", "ping", "message_delta", "message_stop"]
     assert [each["type"] for each in events] == kinds
-    assert put_together(events).content == []
+    assert assembled(events).content == []
 
 
 WORDS = st.text(min_size=1, max_size=4)
@@ -167,7 +167,7 @@ def replies(draw: st.DrawFn) -> list[Piece]:
 
 
 @given(replies(), st.data())
-def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
+def test_a_client_assembles_a_stream_into_the_whole_message(
     pieces: list[Piece], data: st.DataObject
 ) -> None:
     ending = data.draw(
@@ -179,7 +179,7 @@ def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
             together.append([])
         together[-1].append(each)
     whole = message(HEADING, pieces, REPLY, PROMPT, ending)
-    found = put_together(streamed(together, ending))
+    found = assembled(streamed(together, ending))
     assert shown(found) == shown(Message.model_validate(whole))
     assert [each.to_dict() for each in found.content] == whole["content"]
 
@@ -200,14 +200,14 @@ def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
         ("[" * 100_000, {}),
     ],
 )
-def test_of_arguments_that_break_off_the_whole_ones_stay(
+def test_truncated_arguments_keep_their_complete_members(
     arguments: str, whole: dict[str, Any]
 ) -> None:
     assert whole_part(arguments) == whole
 
 
 @given(OBJECTS, st.data())
-def test_the_beginning_of_arguments_says_nothing_that_they_do_not(
+def test_truncated_arguments_contain_only_members_of_the_full_arguments(
     arguments: dict[str, Any], data: st.DataObject
 ) -> None:
     text = json.dumps(arguments)
@@ -221,7 +221,7 @@ def test_the_beginning_of_arguments_says_nothing_that_they_do_not(
 # -- endings --
 
 
-def test_why_a_reply_ended() -> None:
+def test_stop_reasons() -> None:
     assert ending_of(STOP, False, None) == MessageEnding("end_turn")
     assert ending_of(STOP, True, None) == MessageEnding("tool_use")
     assert ending_of(LENGTH, True, None) == MessageEnding("max_tokens")
@@ -240,7 +240,7 @@ def test_why_a_reply_ended() -> None:
         ("é", "éñ", ("ñ",), "ñ"),
     ],
 )
-def test_the_stop_string_is_known_by_the_text_that_was_withheld(
+def test_the_stop_string_is_found_from_the_withheld_text(
     tokenizer: Tokenizer, released: str, sampled: str, stops: tuple[str, ...], found: str
 ) -> None:
     ids = tokenizer.encode_literal(sampled)
@@ -253,7 +253,7 @@ def test_the_stop_string_is_known_by_the_text_that_was_withheld(
     )
 
 
-def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
+def test_an_end_of_turn_token_is_not_reported_as_a_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_literal("one<|im_end|>")
     assert (
         stopped_by(
@@ -263,7 +263,7 @@ def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_errors_go_by_their_status() -> None:
+def test_the_error_type_follows_from_the_http_status() -> None:
     assert error_body(404, "gone") == {
         "type": "error",
         "error": {"type": "not_found_error", "message": "gone"},

@@ -60,7 +60,7 @@ def refused(**members: Any) -> tuple[str, str, str]:
 # -- messages --
 
 
-def test_a_history_with_tools_becomes_messages_of_the_template() -> None:
+def test_a_history_with_tools_becomes_template_messages() -> None:
     ephemeral = {"cache_control": {"type": "ephemeral"}}
     thinking = {"type": "thinking", "thinking": "which?", "signature": "s"}
     assert messages(
@@ -78,13 +78,13 @@ def test_a_history_with_tools_becomes_messages_of_the_template() -> None:
     )
 
 
-def test_neighbours_of_one_role_are_read_as_one() -> None:
+def test_adjacent_messages_of_one_role_are_merged() -> None:
     assert messages(
         USER, user(text("there")), assistant(text("a")), assistant(text("b")), USER
     ) == (Message("user", "hi\nthere"), Message("assistant", "ab"), Message("user", "hi"))
 
 
-def test_a_tools_answer_may_be_text_blocks_or_nothing_and_may_be_an_error() -> None:
+def test_a_tool_result_may_be_text_blocks_empty_or_an_error() -> None:
     def answered(**members: Any) -> str:
         result = {"type": "tool_result", "tool_use_id": "toolu_1", **members}
         return messages(USER, assistant(USE), user(result))[-1].content
@@ -95,17 +95,17 @@ def test_a_tools_answer_may_be_text_blocks_or_nothing_and_may_be_an_error() -> N
     assert answered(content="no such file", is_error=True) == "Error: no such file"
 
 
-def test_an_answer_without_a_block_may_be_sent_back() -> None:
+def test_assistant_messages_may_be_empty_or_have_redacted_thinking() -> None:
     redacted = {"type": "redacted_thinking", "data": "x"}
     assert messages(USER, assistant(), USER)[1] == Message("assistant")
     assert messages(USER, assistant(redacted, text("a")), USER)[1] == Message("assistant", "a")
 
 
-def test_an_empty_system_prompt_is_none() -> None:
+def test_an_empty_system_prompt_adds_no_message() -> None:
     assert messages(USER, system="") == messages(USER, system=[]) == (Message("user", "hi"),)
 
 
-def test_a_system_message_may_come_later() -> None:
+def test_a_system_message_may_follow_other_messages() -> None:
     later = {"role": "system", "content": "Be brief."}
     assert messages(USER, assistant(text("a")), later, USER)[2] == Message("system", "Be brief.")
 
@@ -129,20 +129,18 @@ def test_a_system_message_may_come_later() -> None:
         (["hi"], "messages[0]", "object"),
     ],
 )
-def test_messages_that_are_none_are_refused_by_their_place(
-    given_: Any, where: str, says: str
-) -> None:
+def test_invalid_messages_are_refused_with_their_path(given_: Any, where: str, says: str) -> None:
     field, problem, _ = refused(messages=given_)
     assert field == where
     assert says in problem
 
 
-def test_only_the_calls_just_before_can_be_answered() -> None:
+def test_a_tool_result_must_follow_its_call_directly() -> None:
     later = [USER, assistant(USE), user(RESULT), assistant(text("a")), user(RESULT)]
     assert refused(messages=later)[0] == "messages[4].content[0].tool_use_id"
 
 
-def test_images_in_a_tools_answer_are_refused() -> None:
+def test_images_in_a_tool_result_are_refused() -> None:
     result = {**RESULT, "content": [{"type": "image"}]}
     where = "messages[2].content[0].content[0].type"
     assert refused(messages=[USER, assistant(USE), user(result)])[0] == where
@@ -151,7 +149,7 @@ def test_images_in_a_tools_answer_are_refused() -> None:
 # -- parameters --
 
 
-def test_sampling_has_the_models_defaults_where_nothing_is_said() -> None:
+def test_omitted_sampling_fields_have_the_models_defaults() -> None:
     request = ask(top_k=5, stop_sequences=["\n"], stream=True)
     assert request.stream
     assert request.sampling == Sampling(0.6, 0.95, 5, max_tokens=9, stop=("\n",))
@@ -201,7 +199,7 @@ def test_sampling_has_the_models_defaults_where_nothing_is_said() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(members: dict[str, Any], where: str) -> None:
+def test_unsupported_fields_are_refused_by_name(members: dict[str, Any], where: str) -> None:
     assert refused(**members)[0] == where
 
 
@@ -209,7 +207,7 @@ def test_a_model_that_is_not_served_is_not_found() -> None:
     assert refused(model="claude")[2] == "model_not_found"
 
 
-def test_what_changes_nothing_passes() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     plain = ask()
     passed = ask(
         metadata={"user_id": "u"},
@@ -222,7 +220,7 @@ def test_what_changes_nothing_passes() -> None:
     assert passed == plain
 
 
-def test_tools_have_the_shape_of_a_chat_completions() -> None:
+def test_tools_are_converted_to_the_format_of_chat_completions() -> None:
     function = {"name": "f", "description": "does f", "parameters": {"type": "object"}}
     more = {"type": "custom", "cache_control": {"type": "ephemeral"}, "strict": False}
     wanted = ({"type": "function", "function": function},)
@@ -242,7 +240,7 @@ def test_tools_have_the_shape_of_a_chat_completions() -> None:
         (set(), "disabled", {}),
     ],
 )
-def test_thinking_is_the_templates_switch_where_it_has_one(
+def test_thinking_sets_the_template_option_if_the_template_has_one(
     known: set[str], kind: str, options: dict[str, Any]
 ) -> None:
     body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "thinking": {"type": kind}}
@@ -252,13 +250,13 @@ def test_thinking_is_the_templates_switch_where_it_has_one(
     assert parse(body, served).turn.settings.template_options == options
 
 
-def test_an_effort_is_the_templates_where_it_has_one() -> None:
+def test_effort_sets_the_template_option_if_the_template_has_one() -> None:
     body = {"model": "tiny", "messages": [USER], "output_config": {"effort": "low"}}
     served = SERVED._replace(template_options=frozenset({"reasoning_effort"}))
     assert parse_count(body, served).turn.settings.template_options == {"reasoning_effort": "low"}
 
 
-def test_a_count_takes_the_prompt_and_nothing_else() -> None:
+def test_count_tokens_accepts_only_prompt_fields() -> None:
     body = {"model": "tiny", "messages": [USER], "system": "Be brief.", "tools": [TOOL]}
     request = parse_count(body, SERVED)
     assert request.turn.messages == (Message("system", "Be brief."), Message("user", "hi"))
@@ -268,7 +266,7 @@ def test_a_count_takes_the_prompt_and_nothing_else() -> None:
     assert caught.value.field == "max_tokens"
 
 
-def test_later_refusals_go_by_the_bodys_names() -> None:
+def test_later_errors_use_the_field_names_of_the_body() -> None:
     request = ask()
     assert request.param("content") == "messages"
     assert request.param("stop") == "stop_sequences"
@@ -313,7 +311,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_a_body_with_odd_values_anywhere_is_taken_or_refused() -> None:
+def test_bodies_with_odd_values_are_parsed_or_refused() -> None:
     random_ = random.Random(SEED)
     num_taken = 0
     for _ in range(5_000 * SCALE):
@@ -332,12 +330,12 @@ def test_a_body_with_odd_values_anywhere_is_taken_or_refused() -> None:
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda of: st.lists(of)))
-def test_what_is_no_body_is_refused(value: Any) -> None:
+def test_a_body_that_is_not_an_object_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument):
         parse(value, SERVED)
 
 
-def test_a_schema_of_the_reply_is_a_constraint() -> None:
+def test_the_output_schema_becomes_a_constraint() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     request = ask(output_config={"format": form, "effort": "high"})
     assert request.turn.options.constraint == Constraint(
@@ -349,7 +347,7 @@ def test_a_schema_of_the_reply_is_a_constraint() -> None:
     assert parse_count(body, SERVED).turn.messages == ask().turn.messages
 
 
-def test_a_history_may_be_as_long_as_that_of_a_chat_completion() -> None:
+def test_the_history_has_the_same_length_limit_as_a_chat_completion() -> None:
     turns = [{"role": "user", "content": [text("hi")]}, {"role": "assistant", "content": "ho"}]
     long = [*(turns * 2_500), USER]  # has more values than other parameters may have
     assert len(messages(*long)) == len(long)

@@ -19,7 +19,7 @@ OWNER = OwnedElsewhere("c", "one", "one:1")
 LOOK_SECONDS = 0.01
 
 
-class PlayedClaims:
+class ScriptedClaims:
     """Return given results: one for `claim`, and one for each call of `take`."""
 
     replica, address, lease_seconds = "two", OURS, 10.0
@@ -34,7 +34,7 @@ class PlayedClaims:
         return self._taken.pop(0)
 
 
-class PlayedCall:
+class ScriptedCall:
     """A call that answers with `num_messages`, and then blocks until cancelled."""
 
     def __init__(self, may_repeat: bool, num_messages: int) -> None:
@@ -59,7 +59,7 @@ class PlayedCall:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_look_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "LOOK_SECONDS", LOOK_SECONDS)
     monkeypatch.setattr(peers.OwnerWatch.__init__, "__defaults__", (LOOK_SECONDS,))
 
@@ -72,7 +72,7 @@ async def answered(owners: Any, call: Any, owner: OwnedElsewhere = OWNER) -> boo
         await forwarder.close()
 
 
-def test_an_earlier_daemon_at_the_same_address_is_waited_for(
+def test_the_forwarder_waits_if_a_newer_daemon_has_the_owners_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_sent = 0
@@ -84,35 +84,35 @@ def test_an_earlier_daemon_at_the_same_address_is_waited_for(
 
     monkeypatch.setattr(Forwarder, "_sent", refused)
     taken = [OWNER] * (2 * forwarding.OWNERS_MAX)
-    assert asyncio.run(answered(PlayedClaims(OWNER, *taken, None), None)) is False
+    assert asyncio.run(answered(ScriptedClaims(OWNER, *taken, None), None)) is False
     assert num_sent == len(taken) + 1
 
 
-def test_nothing_is_forwarded_to_this_daemon_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forwarder_never_forwards_to_its_own_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sent(*_: Any) -> None:
         raise AssertionError
 
     monkeypatch.setattr(Forwarder, "_sent", sent)
     earlier = OwnedElsewhere("c", "earlier", OURS)
-    assert asyncio.run(answered(PlayedClaims(earlier, earlier, None), None, earlier)) is False
+    assert asyncio.run(answered(ScriptedClaims(earlier, earlier, None), None, earlier)) is False
 
 
 @pytest.mark.parametrize(("may_repeat", "num_messages"), [(False, 0), (True, 1)])
-def test_a_call_that_may_have_been_carried_out_is_not_repeated_elsewhere(
+def test_a_call_that_may_have_been_executed_is_not_repeated(
     may_repeat: bool, num_messages: int
 ) -> None:
     async def forward() -> None:
-        call = PlayedCall(may_repeat, num_messages)
+        call = ScriptedCall(may_repeat, num_messages)
         with pytest.raises(Unavailable, match="may have been executed"):
-            await answered(PlayedClaims(None), call)
+            await answered(ScriptedClaims(None), call)
         assert len(call.passed_on) == num_messages
 
     asyncio.run(forward())
 
 
-def test_a_call_that_may_be_repeated_is_answered_here_once_its_owner_is_gone() -> None:
+def test_a_repeatable_call_is_answered_locally_once_its_owner_is_gone() -> None:
     async def forward() -> None:
-        assert await answered(PlayedClaims(None), PlayedCall(True, 0)) is False
+        assert await answered(ScriptedClaims(None), ScriptedCall(True, 0)) is False
 
     asyncio.run(forward())
 

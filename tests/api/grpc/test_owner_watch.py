@@ -42,7 +42,7 @@ def begun(watch: OwnerWatch, told: list[str], *names: str) -> list[Wait]:
     return [watch.begin(owner_of(name), "t", partial(told.append, name)) for name in names]
 
 
-def test_one_conversation_tells_that_an_owner_is_there() -> None:
+def test_one_claim_checks_the_owner_for_all_waiting_calls() -> None:
     async def run() -> None:
         claims, told = Claims(), list[str]()
         watch = OwnerWatch(claims.claim, LOOK_SECONDS)
@@ -63,7 +63,7 @@ def test_one_conversation_tells_that_an_owner_is_there() -> None:
     asyncio.run(run())
 
 
-def test_every_call_is_told_once_its_owner_is_gone_or_another_one() -> None:
+def test_waiting_calls_are_notified_when_the_owner_is_gone_or_replaced() -> None:
     async def run() -> None:
         claims, told = Claims(), list[str]()
         watch = OwnerWatch(claims.claim, LOOK_SECONDS)
@@ -82,7 +82,7 @@ def test_every_call_is_told_once_its_owner_is_gone_or_another_one() -> None:
     asyncio.run(run())
 
 
-def test_a_history_that_is_away_tells_nothing() -> None:
+def test_waiting_calls_are_not_notified_while_the_store_is_unavailable() -> None:
     async def run() -> None:
         claims, told = Claims(), list[str]()
         watch = OwnerWatch(claims.claim, LOOK_SECONDS)
@@ -97,7 +97,7 @@ def test_a_history_that_is_away_tells_nothing() -> None:
     asyncio.run(run())
 
 
-def test_a_call_whose_answer_begins_while_its_conversation_is_claimed_is_told_nothing() -> None:
+def test_a_call_that_is_answered_during_the_claim_is_not_notified() -> None:
     """The owner's answer has begun, so the owner decides how the call ends."""
 
     async def run() -> None:

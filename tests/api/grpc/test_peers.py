@@ -171,7 +171,7 @@ def test_a_client_without_a_token_costs_little_memory(
     assert guarded.ask()
 
 
-def test_a_client_with_a_token_has_few_bodies_in_transit(guarded: Guarded) -> None:
+def test_unfinished_bodies_of_a_client_with_a_token_are_limited(guarded: Guarded) -> None:
     before = guarded.resident_bytes()
     with contextlib.ExitStack() as peers:
         half_sent_bodies_with_a_token(guarded, peers)
@@ -213,12 +213,14 @@ class Call:
         self.end = callback
 
 
-def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None:
+def test_an_unfinished_body_times_out_and_frees_its_slot() -> None:
     async def run() -> None:
         incoming = IncomingBodies(known=BodyLimits(receiving_max=2, seconds=1.0))
         stuck = [asyncio.ensure_future(incoming.body(Call(), "a")) for _ in range(2)]
         await asyncio.sleep(0.5)
-        assert (await incoming.body(Call(b"whole"), "b"))[0] == b"whole", "another tenant's"
+        assert (await incoming.body(Call(b"whole"), "b"))[0] == b"whole", (
+            "another tenant must not wait"
+        )
         assert not stuck[0].done()
         assert (await incoming.body(Call(b"whole"), "a"))[0] == b"whole"
         for task in stuck:
@@ -235,13 +237,13 @@ def test_calls_waiting_for_unfinished_bodies_are_dropped() -> None:
         tasks = [asyncio.ensure_future(incoming.body(call, "a")) for call in calls]
         first = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(each, DeadlineExceeded) for each in first)
-        assert sum(call.is_read for call in calls) < 10, "they wait beside each other"
+        assert sum(call.is_read for call in calls) < 10, "calls must wait at the same time"
         assert (await incoming.body(Call(b"whole"), "a"))[0] == b"whole"
 
     asyncio.run(run())
 
 
-def test_strangers_have_few_checks_of_a_connection_until_their_answers_are_taken() -> None:
+def test_stranger_health_checks_per_connection_are_limited_until_answered() -> None:
     async def run() -> None:
         incoming = IncomingBodies(strangers=StrangerLimits(calls_max=2))
         calls = [Call(b""), Call(b"")]
@@ -256,7 +258,7 @@ def test_strangers_have_few_checks_of_a_connection_until_their_answers_are_taken
     asyncio.run(run())
 
 
-def test_strangers_have_few_watches_and_these_are_no_checks() -> None:
+def test_stranger_watches_are_limited_separately_from_checks() -> None:
     async def run() -> None:
         incoming = IncomingBodies(strangers=StrangerLimits(calls_max=1, watches_max=2))
         watches = [Call(b""), Call(b"")]
@@ -271,7 +273,7 @@ def test_strangers_have_few_watches_and_these_are_no_checks() -> None:
     asyncio.run(run())
 
 
-def test_a_strangers_body_that_does_not_end_makes_way_for_the_next() -> None:
+def test_an_unfinished_stranger_body_is_dropped_for_a_newer_one() -> None:
     async def run() -> None:
         incoming = IncomingBodies(strangers=StrangerLimits(receiving_max=2, seconds=1000.0))
         stuck = []
@@ -289,7 +291,7 @@ def test_a_strangers_body_that_does_not_end_makes_way_for_the_next() -> None:
     asyncio.run(run())
 
 
-def test_a_watch_without_a_token_ends_some_time(
+def test_a_watch_without_a_token_ends_after_a_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "STRANGERS_WATCH_SECONDS", 0.1)
@@ -331,7 +333,7 @@ def test_half_open_requests_do_not_block_the_operator(tmp_path: Path) -> None:
         over.set()
 
 
-def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_is_no_fault(
+def test_empty_and_immediately_cancelled_calls_log_no_fault(
     guarded: Guarded,
 ) -> None:
     with contextlib.ExitStack() as peers:
@@ -348,7 +350,7 @@ def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_i
     assert "Traceback" not in guarded.log.read_text()
 
 
-def test_health_answers_strangers_again_and_again(guarded: Guarded) -> None:
+def test_health_answers_many_checks_without_a_token(guarded: Guarded) -> None:
     with grpc.insecure_channel(guarded.address) as channel:
         check: Any = channel.unary_unary(HEALTH)
         for _ in range(1500):
@@ -380,7 +382,7 @@ def answers_untaken(peers: contextlib.ExitStack, address: str) -> None:
 
 
 @pytest.mark.parametrize("attack", [many_watches, bodies_that_never_end, answers_untaken])
-def test_no_stranger_keeps_others_from_asking_for_health(
+def test_hostile_strangers_do_not_block_health_checks(
     guarded: Guarded, attack: Callable[[contextlib.ExitStack, str], None]
 ) -> None:
     """Otherwise an orchestrator would restart the daemon."""

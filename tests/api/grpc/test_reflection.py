@@ -58,7 +58,7 @@ def files(
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_a_daemon_names_its_services(tmp_path: Path, version: str) -> None:
+def test_reflection_lists_all_services(tmp_path: Path, version: str) -> None:
     process = ServeProcess(tmp_path / "data")
     with grpc.insecure_channel(process.start()) as channel:
         (answer,) = ask(channel, Request(list_services=""), version=version)
@@ -66,7 +66,7 @@ def test_a_daemon_names_its_services(tmp_path: Path, version: str) -> None:
     assert {each.name for each in answer.list_services_response.service} == SERVICES
 
 
-def test_the_client_of_grpcs_own_package_finds_every_method_and_type(rig: DaemonRig) -> None:
+def test_grpcio_reflection_client_finds_all_methods_and_types(rig: DaemonRig) -> None:
     from google.protobuf.descriptor_pool import DescriptorPool
 
     database = ProtoReflectionDescriptorDatabase(rig.channel)
@@ -85,7 +85,7 @@ def test_the_client_of_grpcs_own_package_finds_every_method_and_type(rig: Daemon
     assert status.values_by_name["SERVING"].number == 1
 
 
-def test_a_file_comes_with_what_it_imports_and_by_any_of_its_symbols(rig: DaemonRig) -> None:
+def test_reflection_returns_a_file_with_its_imports_by_name_or_symbol(rig: DaemonRig) -> None:
     by_name, by_method, by_nested, health = ask(
         rig.channel,
         Request(file_by_filename="pensieve/v1/conversation.proto"),
@@ -99,7 +99,7 @@ def test_a_file_comes_with_what_it_imports_and_by_any_of_its_symbols(rig: Daemon
     assert list(files(by_nested)) == list(files(health)) == ["grpc/health/v1/health.proto"]
 
 
-def test_what_is_not_there_is_an_answer_and_the_stream_goes_on(rig: DaemonRig) -> None:
+def test_unknown_names_get_an_error_answer_and_the_stream_continues(rig: DaemonRig) -> None:
     answers = ask(
         rig.channel,
         Request(host="here", file_by_filename="no.proto"),
@@ -126,7 +126,7 @@ def test_what_is_not_there_is_an_answer_and_the_stream_goes_on(rig: DaemonRig) -
     assert answers[7].list_services_response.service
 
 
-def test_reflection_needs_a_token_where_calls_do(tmp_path: Path) -> None:
+def test_reflection_requires_a_token_if_calls_do(tmp_path: Path) -> None:
     with (
         TokensRig(tmp_path, {"ada": {}}) as rig,
         grpc.insecure_channel(rig.server.address) as channel,

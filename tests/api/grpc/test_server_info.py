@@ -32,7 +32,7 @@ def gated(gate: Path) -> tuple[str, ...]:
     return ("bash", "-c", GATED.format(python=sys.executable), str(gate))
 
 
-def test_a_daemon_says_which_model_it_serves_before_during_and_after(tmp_path: Path) -> None:
+def test_server_info_while_the_engine_loads_serves_and_restarts(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     rig = DaemonRig(tmp_path / "data", program=gated(gate))
     entering = threading.Thread(target=rig.__enter__)
@@ -67,7 +67,7 @@ def test_a_daemon_says_which_model_it_serves_before_during_and_after(tmp_path: P
             rig.__exit__(None, None, None)
 
 
-def test_both_clients_bring_the_same(tmp_path: Path) -> None:
+def test_both_clients_return_the_same_server_info(tmp_path: Path) -> None:
     async def ask(address: str) -> ServerInfo:
         async with AsyncClient(address) as client:
             return await client.server_info(timeout=60)
@@ -78,7 +78,7 @@ def test_both_clients_bring_the_same(tmp_path: Path) -> None:
         assert ours.fingerprint == theirs.fingerprint
 
 
-def test_whoever_has_a_token_may_ask_and_nobody_else(tmp_path: Path) -> None:
+def test_server_info_requires_a_token(tmp_path: Path) -> None:
     token, entry = callers.new_token("acme", admin=False)
     file = tmp_path / "tokens.toml"
     file.write_text(entry)
@@ -94,7 +94,7 @@ def test_whoever_has_a_token_may_ask_and_nobody_else(tmp_path: Path) -> None:
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_models_name_has_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_omits_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "private" / "my-model"
     folder.mkdir(parents=True)
     assert model_name(str(folder)) == model_name(f"{folder}/") == "my-model"

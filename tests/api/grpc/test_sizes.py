@@ -150,7 +150,7 @@ def test_a_request_that_is_expensive_to_parse_is_refused_before_parsing(
         sizes.check(type(request), request.SerializeToString())
 
 
-def test_the_fields_of_a_request_within_a_request_have_its_own_limits() -> None:
+def test_fields_of_a_nested_request_keep_their_limits() -> None:
     kind = pb.ImportConversationRequest
     tools, hello = [text(100)] * 256, [pb.NewMessage(content="x")] * 127
     inner = CREATE(conversation_id="c", tools=tools, messages=hello)
@@ -169,7 +169,7 @@ def test_the_fields_of_a_request_within_a_request_have_its_own_limits() -> None:
         assert refused.value.field == field
 
 
-def test_unknown_fields_count_too() -> None:
+def test_unknown_fields_count_towards_the_limits() -> None:
     with pytest.raises(InvalidArgument, match="fields"):
         sizes.check(SEND, b"\xf8\x3f\x01" * 600)
     with pytest.raises(InvalidArgument, match="65,536"):
@@ -188,7 +188,7 @@ def test_a_message_of_a_million_fields_is_refused_before_it_is_parsed(repeated: 
         sizes.check(SEND, bytes(raw))
 
 
-def test_bytes_that_are_no_message_are_left_to_the_parser() -> None:
+def test_malformed_bytes_pass_the_size_check() -> None:
     for raw in (
         b"\xff" * 40,
         b"\x0a\xff\xff\xff\xff\x0f",
@@ -273,7 +273,7 @@ def test_pages_of_messages_are_limited_by_bytes_and_omit_no_message(tmp_path: Pa
         assert one.has_more
 
 
-def test_a_page_of_conversations_ends_by_the_bytes_that_are_sent(tmp_path: Path) -> None:
+def test_a_page_of_conversations_is_limited_by_its_protobuf_size(tmp_path: Path) -> None:
     """Numbers take five times as many bytes in a protobuf message as in the stored JSON."""
     with DaemonRig(tmp_path / "data") as rig:
         metadata = struct_pb2.Struct()
@@ -298,7 +298,7 @@ def test_a_page_of_conversations_ends_by_the_bytes_that_are_sent(tmp_path: Path)
             assert num_pages == (23 if page_size == 7 else 2)
 
 
-def test_the_streams_of_others_go_on_while_a_page_is_made(tmp_path: Path) -> None:
+def test_building_a_page_does_not_block_the_event_loop(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         metadata = struct_pb2.Struct()
         metadata.update({"a": [{"b": 1.5}] * 500})
@@ -319,7 +319,7 @@ def test_the_streams_of_others_go_on_while_a_page_is_made(tmp_path: Path) -> Non
         assert beats > 60
 
 
-def test_what_an_earlier_version_took_is_listed_without_what_is_too_large(tmp_path: Path) -> None:
+def test_oversized_fields_stored_by_an_older_version_are_left_out_of_lists(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         for number in range(3):
             settings = ConversationSettings(
@@ -328,7 +328,7 @@ def test_what_an_earlier_version_took_is_listed_without_what_is_too_large(tmp_pa
                 template_options={"enable_thinking": True},
                 metadata={"a": [{}] * 30_000},
             )
-            rig.call(put_as_it_is(rig, settings))
+            rig.call(store_without_checks(rig, settings))
         page = rig.stub.ListConversations(pb.ListConversationsRequest())
         assert len(page.conversations) == 1
         assert page.next_page_token
@@ -339,7 +339,7 @@ def test_what_an_earlier_version_took_is_listed_without_what_is_too_large(tmp_pa
         assert rig.stub.GetConversation(request).conversation.num_messages == 0
 
 
-async def put_as_it_is(rig: DaemonRig, settings: ConversationSettings) -> None:
+async def store_without_checks(rig: DaemonRig, settings: ConversationSettings) -> None:
     new = NewConversation(
         settings.conversation_id,
         "fingerprint",
@@ -357,7 +357,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_json_goes_over_the_wire_and_back() -> None:
+def test_json_survives_the_conversion_to_protobuf_and_back() -> None:
     made = json_values.one_struct(VALUES)
     plain = struct_pb2.Struct()
     json_format.ParseDict(VALUES, plain)
@@ -367,7 +367,7 @@ def test_json_goes_over_the_wire_and_back() -> None:
     assert [type(each) for each in again["a"][:3]] == [int, float, bool]
 
 
-def test_what_is_no_json_is_refused_by_the_name_of_its_field() -> None:
+def test_values_that_are_not_json_are_refused_with_the_field_name() -> None:
     for value in (
         struct_pb2.Value(),
         struct_pb2.Value(number_value=float("nan")),
@@ -393,7 +393,7 @@ def test_the_limits_are_documented() -> None:
         assert f"{number:,}" in written, number
 
 
-def test_a_reply_that_is_read_late_arrives_in_messages_of_the_default_size() -> None:
+def test_a_reply_that_is_read_late_is_split_into_small_messages() -> None:
     """With twenty alternatives for each of 16,000 tokens, the reply has six megabytes."""
     count = 16_000
     top = tuple(Logprob(100_000 + rank, -0.1 * rank) for rank in range(20))

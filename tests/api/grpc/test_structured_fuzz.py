@@ -128,7 +128,7 @@ def test_extreme_values_are_answered_and_cause_no_failure(tmp_path: Path) -> Non
     assert codes["INVALID_ARGUMENT"] > NUM_MESSAGES / 20
     assert rss(pid) - before < GROWN_MAX
     assert process.process.poll() is None
-    assert process.engine_pid() == engine, "the engine is the one it was"
+    assert process.engine_pid() == engine, "the engine was restarted"
     with Client(process.address) as client, Admin(local) as admin:
         assert client.conversation("after").ask("still well?", max_tokens=4).revision == 1
         assert admin.check() == []

@@ -9,7 +9,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig
 
 
-def test_a_list_and_a_lookup_have_titles(tmp_path: Path) -> None:
+def test_listed_and_fetched_conversations_have_titles(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "How do I brew tea?\nGreen tea.", sampling=pb.Sampling(max_tokens=2))
         named = pb.CreateConversationRequest(conversation_id="named")

@@ -76,7 +76,7 @@ def test_a_dead_connection_is_detected_and_its_turn_is_released(tmp_path: Path) 
         assert rig.ask("dead", "hello", sampling=SHORT).completed.revision == 1
 
 
-def test_a_connection_that_is_reset_within_a_reply_costs_nothing(tmp_path: Path) -> None:
+def test_a_connection_reset_during_a_reply_loses_no_text(tmp_path: Path) -> None:
     config = DaemonConfig(grace_seconds=10.0)
     with DaemonRig(tmp_path / "data", program=SLOW, config=config) as rig:
         proxy = Proxy(rig.server.address)
@@ -202,7 +202,9 @@ def faulty(faults: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.conversations.faulty_engine", str(faults))
 
 
-def test_a_device_without_memory_makes_running_turns_repeat(tmp_path: Path, faults: Path) -> None:
+def test_running_turns_are_retried_after_the_device_runs_out_of_memory(
+    tmp_path: Path, faults: Path
+) -> None:
     """The SDK retries these turns, and no history is lost."""
     with (
         DaemonRig(tmp_path / "data", program=faulty(faults)) as rig,
@@ -221,7 +223,7 @@ def test_a_device_without_memory_makes_running_turns_repeat(tmp_path: Path, faul
         ]
 
 
-def test_a_copy_that_fails_ends_the_engine_and_no_conversation(
+def test_a_failed_copy_restarts_the_engine_and_loses_no_conversation(
     tmp_path: Path, faults: Path
 ) -> None:
     with (
@@ -254,7 +256,9 @@ def test_nan_logits_fail_only_one_turn_and_its_kv_is_discarded(
         again = rig.ask("c", "more", request_id="r", sampling=SHORT)
         assert again.completed.revision == 2
         usage = again.completed.usage
-        assert (usage.device_tokens, usage.host_tokens) == (0, 0), "nothing of it is trusted"
+        assert (usage.device_tokens, usage.host_tokens) == (0, 0), (
+            "KV of the failed turn was reused"
+        )
         assert usage.recomputed_tokens == before.completed.usage.prompt_tokens + 7
         assert rig.daemon.engine.num_restarts == 0
 
@@ -262,7 +266,7 @@ def test_nan_logits_fail_only_one_turn_and_its_kv_is_discarded(
 # -- clocks --
 
 
-def test_a_wall_clock_that_jumps_changes_nothing(
+def test_wall_clock_jumps_do_not_affect_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data", program=SLOW) as rig:
@@ -279,7 +283,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
             reply = said(events)
             assert len(reply.token_ids) == 60
             assert reply.completed.usage.recomputed_tokens == 0
-            assert 0 <= reply.completed.usage.total_seconds < 1800, "no jump is in it"
+            assert 0 <= reply.completed.usage.total_seconds < 1800, "the clock jump was counted"
         assert [each.content for each in rig.messages("c")][::2] == ["one", "two", "three", "four"]
         listed = rig.stub.ListConversations(pb.ListConversationsRequest()).conversations
         assert [each.conversation_id for each in listed] == ["c"]
@@ -306,7 +310,7 @@ def test_the_wall_clock_is_used_only_for_records() -> None:
     }
 
 
-def test_a_service_that_stood_still_says_so_and_goes_on(
+def test_an_event_loop_stall_is_logged_and_turns_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.WARNING, "pensieve"):
@@ -382,7 +386,7 @@ def test_an_id_with_a_line_break_reaches_no_log_line(
     assert not any("\n" in line for line in rig.lines)
 
 
-def test_figures_have_fixed_names_whatever_the_conversations_are_called(tmp_path: Path) -> None:
+def test_statistics_names_do_not_depend_on_conversation_ids(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         before = set(rig.call(rig.daemon.stats()).figures)
         for number in range(20):
@@ -435,7 +439,7 @@ def test_the_wire_format_of_the_first_version_has_not_changed() -> None:
     assert compared > 100
 
 
-def test_a_client_with_the_first_stubs_works_with_this_daemon(tmp_path: Path) -> None:
+def test_a_client_with_the_first_versions_stubs_still_works(tmp_path: Path) -> None:
     pool = descriptor_pool.DescriptorPool()
     for file in frozen().file:
         pool.Add(file)

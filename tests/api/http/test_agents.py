@@ -95,7 +95,7 @@ def streamed(client: openai.OpenAI, messages: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_agents_thirty_turns_are_one_conversation(tmp_path: Path, stream: bool) -> None:
+def test_thirty_agent_turns_stay_in_one_conversation(tmp_path: Path, stream: bool) -> None:
     with scripted(tmp_path, QWEN_3, thinking_and_calls()) as rig:
         with openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0) as client:
             seen = agent_loop(client, stream=stream)
@@ -110,7 +110,7 @@ def test_an_agents_thirty_turns_are_one_conversation(tmp_path: Path, stream: boo
 
 
 @pytest.mark.parametrize("family", [QWEN_3, DEEPSEEK_R1], ids=["qwen3", "r1"])
-def test_twenty_turns_of_a_model_that_thinks_are_one_conversation(
+def test_twenty_turns_of_a_thinking_model_stay_in_one_conversation(
     tmp_path: Path, family: Family
 ) -> None:
     opening = "" if family is DEEPSEEK_R1 else "<think>"  # DeepSeek's template writes it itself
@@ -130,7 +130,7 @@ def test_twenty_turns_of_a_model_that_thinks_are_one_conversation(
             history += [f"Question {turn}?", message["content"]]
 
 
-def test_an_agent_of_anthropics_api_is_one_conversation_too(tmp_path: Path) -> None:
+def test_agent_turns_over_anthropics_api_stay_in_one_conversation(tmp_path: Path) -> None:
     tool: Any = {"name": "look", "input_schema": TOOL["function"]["parameters"]}
     with scripted(tmp_path, QWEN_3, thinking_and_calls()) as rig:
         messages: list[Any] = [{"role": "user", "content": "Look around."}]

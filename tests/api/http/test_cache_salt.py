@@ -29,7 +29,7 @@ def ask(door: HttpRig, path: str, **members: Any) -> tuple[Mapping[str, str], in
     return answer.headers, details.get("cached_tokens", 0), text
 
 
-def test_text_completions(door: HttpRig) -> None:
+def test_text_completions_with_different_salts_share_no_kv(door: HttpRig) -> None:
     def cached(**members: Any) -> int:
         return ask(door, "/v1/completions", prompt=SECRET, **members)[1]
 
@@ -44,7 +44,7 @@ def test_text_completions(door: HttpRig) -> None:
     assert answer.status == 400
 
 
-def test_a_history_of_another_salt_is_not_continued(door: HttpRig) -> None:
+def test_a_conversation_is_not_continued_with_another_salt(door: HttpRig) -> None:
     said = [{"role": "user", "content": SECRET}]
     _, _, reply = ask(door, "/v1/chat/completions", messages=said, cache_salt="a")
     said += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]

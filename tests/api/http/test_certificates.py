@@ -88,7 +88,7 @@ def test_new_connections_get_the_current_certificate(door: Door) -> None:
     assert third.startswith("cannot use ")
 
 
-def test_clients_are_those_of_the_authority_of_the_moment(door: Door) -> None:
+def test_client_certificates_are_checked_with_the_current_ca(door: Door) -> None:
     shown = door.shown()
     door.ca.write_text("no certificate")
     assert door.shown() == shown
@@ -100,9 +100,7 @@ def test_clients_are_those_of_the_authority_of_the_moment(door: Door) -> None:
 
 
 @pytest.mark.parametrize("broken", ["cert", "key", "ca"])
-def test_a_daemon_does_not_begin_with_files_that_cannot_be_used(
-    tmp_path: Path, broken: str
-) -> None:
+def test_unusable_certificate_files_are_refused_at_start(tmp_path: Path, broken: str) -> None:
     paths = {"cert": CERTS / "server.pem", "key": CERTS / "server.key", "ca": CERTS / "ca.pem"}
     tls_context(paths["cert"], paths["key"], paths["ca"])
     paths[broken] = tmp_path / "broken.pem"

@@ -24,7 +24,7 @@ def client(door: HttpRig) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def test_a_reply_says_what_it_took_and_in_which_conversation_it_is(door: HttpRig) -> None:
+def test_a_reply_reports_its_usage_and_conversation(door: HttpRig) -> None:
     answer = door.chat("How are you?", ignore_eos=True)
     assert answer.status == 200
     body = answer.value
@@ -40,7 +40,7 @@ def test_a_reply_says_what_it_took_and_in_which_conversation_it_is(door: HttpRig
     assert [each.content for each in stored] == ["How are you?", choice["message"]["content"]]
 
 
-def test_a_stream_says_the_same_as_one_answer(door: HttpRig) -> None:
+def test_a_stream_equals_the_whole_answer(door: HttpRig) -> None:
     whole = door.chat("Tell me a story.", seed=3).value
     answer = door.chat(
         "Tell me a story.", seed=3, stream=True, stream_options={"include_usage": True}
@@ -61,7 +61,7 @@ def test_a_stream_says_the_same_as_one_answer(door: HttpRig) -> None:
     assert reasons[-1] == whole["choices"][0]["finish_reason"]
 
 
-def test_openais_client_chats_streams_and_lists(client: openai.OpenAI) -> None:
+def test_openais_client_lists_models_chats_and_streams(client: openai.OpenAI) -> None:
     assert [each.id for each in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "pensieve"
     messages: Any = [{"role": "user", "content": "One, two, three"}]
@@ -75,7 +75,7 @@ def test_openais_client_chats_streams_and_lists(client: openai.OpenAI) -> None:
     assert text == said.choices[0].message.content == final.choices[0].message.content
 
 
-def test_logprobs_come_with_the_text_of_a_stream(door: HttpRig) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_answer(door: HttpRig) -> None:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "seed": 5}
     whole = door.chat("Say something.", **fields).value["choices"][0]["logprobs"]["content"]
     events = door.chat("Say something.", stream=True, **fields).events[:-1]
@@ -85,7 +85,7 @@ def test_logprobs_come_with_the_text_of_a_stream(door: HttpRig) -> None:
     assert all(len(row["top_logprobs"]) == 2 for row in rows)
 
 
-def test_choices_are_streamed_beside_one_another(door: HttpRig) -> None:
+def test_several_choices_are_streamed_together(door: HttpRig) -> None:
     answer = door.chat("Name a colour.", n=3, stream=True, temperature=20.0)
     texts = ["", "", ""]
     ends = []

@@ -37,7 +37,7 @@ def complete(client: openai.OpenAI, **fields: Any) -> Any:
     return client.completions.create(model=MODEL, max_tokens=12, seed=1, **fields)
 
 
-def test_a_stream_says_what_one_answer_says(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_whole_answer(client: openai.OpenAI) -> None:
     whole = complete(client, prompt=PROMPT)
     usage = {"include_usage": True}
     chunks = list(complete(client, prompt=PROMPT, stream=True, stream_options=usage))
@@ -56,7 +56,7 @@ def test_a_prompt_may_be_token_ids(client: openai.OpenAI, rig: HttpRig) -> None:
     )
 
 
-def test_logprobs_of_a_stream_are_those_of_one_answer(client: openai.OpenAI) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_answer(client: openai.OpenAI) -> None:
     whole = complete(client, prompt=PROMPT, logprobs=2).choices[0].logprobs
     chunks = complete(client, prompt=PROMPT, logprobs=2, stream=True)
     parts = [each.choices[0].logprobs for each in chunks]
@@ -65,7 +65,7 @@ def test_logprobs_of_a_stream_are_those_of_one_answer(client: openai.OpenAI) -> 
     assert [offset for each in parts for offset in each.text_offset] == whole.text_offset
 
 
-def test_choices_have_seeds_of_their_own(client: openai.OpenAI) -> None:
+def test_each_choice_has_its_own_seed(client: openai.OpenAI) -> None:
     first = complete(client, prompt=PROMPT, n=3, temperature=20.0)
     again = complete(client, prompt=PROMPT, n=3, temperature=20.0)
     texts = [each.text for each in first.choices]
@@ -73,7 +73,7 @@ def test_choices_have_seeds_of_their_own(client: openai.OpenAI) -> None:
     assert [each.text for each in again.choices] == texts
 
 
-def test_what_cannot_be_is_refused_by_its_name(client: openai.OpenAI) -> None:
+def test_invalid_prompts_are_refused_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as large:
         complete(client, prompt=[10**6])
     assert large.value.param == "prompt"
@@ -82,9 +82,7 @@ def test_what_cannot_be_is_refused_by_its_name(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
-def test_a_chat_that_is_not_stored_says_the_same_and_leaves_nothing(
-    rig: HttpRig, data: Path
-) -> None:
+def test_an_unstored_chat_gives_the_same_reply_and_stores_nothing(rig: HttpRig, data: Path) -> None:
     secret = "the password of zanzibar"
     stored = rig.chat("What did I say?", seed=4)
     kept = rig.chat("What did I say?", seed=4, store=False)

@@ -17,7 +17,7 @@ def calls(response: Any) -> list[Any]:
     return [each for each in response["output"] if each["type"] == "function_call"]
 
 
-def test_calls_are_found_without_naming_the_tools_again(tmp_path: Path) -> None:
+def test_tool_calls_are_parsed_with_the_tools_of_the_conversation(tmp_path: Path) -> None:
     with scripted(tmp_path, QWEN_3, [REPLY] * 5) as rig:
         made = rig.ask("POST", "/v1/conversations", {}).value["id"]
 
@@ -40,7 +40,7 @@ def test_calls_are_found_without_naming_the_tools_again(tmp_path: Path) -> None:
         assert call["name"] == "look"
 
 
-def test_the_output_of_a_call_may_be_pending(tmp_path: Path) -> None:
+def test_a_tool_output_may_be_added_as_a_pending_item(tmp_path: Path) -> None:
     with scripted(tmp_path, QWEN_3, [REPLY, "Done."]) as rig:
         made = rig.ask("POST", "/v1/conversations", {}).value["id"]
         asked = {"model": "model", "input": "Look.", "conversation": made}

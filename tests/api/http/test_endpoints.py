@@ -35,7 +35,7 @@ def ask(door: HttpRig, path: str, **body: Any) -> Any:
 # -- tokens --
 
 
-def test_a_text_has_the_same_tokens_as_a_completion(door: HttpRig) -> None:
+def test_tokenize_matches_the_prompt_of_a_completion(door: HttpRig) -> None:
     found = ask(door, "/tokenize", prompt="Once upon a time", model=MODEL)
     assert found["count"] == len(found["tokens"]) > 1
     assert found["token_strs"] is None
@@ -46,7 +46,7 @@ def test_a_text_has_the_same_tokens_as_a_completion(door: HttpRig) -> None:
     assert "".join(strings) == "Once upon"
 
 
-def test_messages_have_the_same_tokens_as_a_chat(door: HttpRig) -> None:
+def test_tokenize_matches_the_prompt_of_a_chat(door: HttpRig) -> None:
     found = ask(door, "/tokenize", messages=[USER])
     done = door.chat(USER["content"]).value
     assert done["usage"]["prompt_tokens"] == found["count"]
@@ -82,7 +82,7 @@ def test_wrong_bodies_are_refused_by_name(
 # -- metrics --
 
 
-def test_metrics_are_on_the_same_port(door: HttpRig) -> None:
+def test_metrics_are_served_on_the_http_port(door: HttpRig) -> None:
     answer = door.ask("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -90,14 +90,14 @@ def test_metrics_are_on_the_same_port(door: HttpRig) -> None:
     assert door.rig.server.metrics_url == f"{door.url}/metrics"
 
 
-def test_metrics_are_served_there_only_if_asked_for(tmp_path: Path) -> None:
+def test_metrics_are_off_on_the_http_port_by_default(tmp_path: Path) -> None:
     with http_rig(tmp_path / "data") as door:
         assert door.ask("GET", "/metrics").status == 404
     with pytest.raises(ConfigError, match="--http"):
         check_exposure(Listening(metrics="http"))
 
 
-def test_with_tokens_they_are_for_operators_and_tokenizing_for_callers(tmp_path: Path) -> None:
+def test_metrics_require_an_operators_token_and_tokenize_any_token(tmp_path: Path) -> None:
     caller, one = new_token("red", admin=False)
     operator, other = new_token("ops", admin=True)
     tokens = tokens_of(tmp_path / "tokens", (one + other).encode())
@@ -113,7 +113,7 @@ def test_with_tokens_they_are_for_operators_and_tokenizing_for_callers(tmp_path:
 # -- health --
 
 
-def test_a_daemon_that_drains_lives_and_is_not_ready(tmp_path: Path) -> None:
+def test_a_draining_daemon_is_live_but_not_ready(tmp_path: Path) -> None:
     with http_rig(tmp_path / "data") as door:
         paths = ("/health", "/health/ready", "/health/live")
         assert [door.ask("GET", path).status for path in paths] == [200, 200, 200]
@@ -138,14 +138,14 @@ def test_a_daemon_that_drains_lives_and_is_not_ready(tmp_path: Path) -> None:
         ("/api/chat", "/v1"),
     ],
 )
-def test_endpoints_that_are_not_served_say_so(door: HttpRig, path: str, word: str) -> None:
+def test_unsupported_endpoints_are_named_in_the_error(door: HttpRig, path: str, word: str) -> None:
     refused = door.ask("POST", path, {"model": MODEL, "input": "a"})
     assert (refused.status, refused.error["code"]) == (404, "unsupported_endpoint")
     assert refused.error["type"] == "invalid_request_error"
     assert word in refused.error["message"]
 
 
-def test_a_wrong_path_is_corrected(door: HttpRig) -> None:
+def test_the_error_for_a_wrong_path_suggests_the_right_one(door: HttpRig) -> None:
     assert "/v1/chat/completions" in door.ask("POST", "/chat/completions", {}).error["message"]
     assert "POST" in door.ask("GET", CHAT).error["message"]
 
@@ -153,7 +153,7 @@ def test_a_wrong_path_is_corrected(door: HttpRig) -> None:
 # -- the document --
 
 
-def test_the_document_has_each_route_and_is_sound(door: HttpRig) -> None:
+def test_the_openapi_document_lists_each_route_and_is_valid(door: HttpRig) -> None:
     answer = door.ask("GET", "/openapi.json")
     assert answer.status == 200
     found = answer.value
@@ -184,7 +184,7 @@ def test_the_document_has_each_route_and_is_sound(door: HttpRig) -> None:
             assert "unknown endpoint" not in asked.body.decode(), path
 
 
-def test_bodies_are_described_as_they_are_parsed(door: HttpRig) -> None:
+def test_the_openapi_document_describes_bodies_as_they_are_parsed(door: HttpRig) -> None:
     paths = door.ask("GET", "/openapi.json").value["paths"]
 
     def body(path: str) -> Any:

@@ -50,7 +50,7 @@ def received(sock: socket.socket) -> bytes:
     return found
 
 
-def test_only_this_machines_names_are_served_where_no_token_is_needed(door: HttpRig) -> None:
+def test_without_tokens_only_local_host_names_are_served(door: HttpRig) -> None:
     assert door.ask("GET", "/v1/models").status == 200
     assert door.ask("GET", "/v1/models", headers={"host": "LOCALHOST:80"}).status == 200
     rebound = door.ask("GET", "/v1/models", headers={"host": "evil.example"})
@@ -74,7 +74,7 @@ def test_only_this_machines_names_are_served_where_no_token_is_needed(door: Http
         ("chat.example", 200),
     ],
 )
-def test_without_tokens_a_name_from_elsewhere_is_refused_on_every_interface(
+def test_without_tokens_foreign_host_names_are_refused_on_all_interfaces(
     insecure: HttpRig, host: str, status: int
 ) -> None:
     """Otherwise a web page could rebind its host name to the daemon's address, and read answers."""
@@ -95,7 +95,7 @@ def insecure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
             yield found
 
 
-def test_pages_of_other_sites_are_refused_and_get_no_headers(door: HttpRig) -> None:
+def test_requests_from_other_origins_are_refused_without_cors_headers(door: HttpRig) -> None:
     answer = door.ask("GET", "/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status == 403
     assert "access-control-allow-origin" not in answer.headers
@@ -105,7 +105,7 @@ def test_pages_of_other_sites_are_refused_and_get_no_headers(door: HttpRig) -> N
     assert "access-control-allow-origin" not in same.headers
 
 
-def test_sites_and_names_that_are_allowed_are_served(tmp_path: Path) -> None:
+def test_allowed_origins_and_hosts_are_served(tmp_path: Path) -> None:
     site = "https://chat.example"
     allowed = {"http_origins": frozenset({site}), "http_hosts": frozenset({"box.example"})}
     with http_rig(tmp_path / "data", http=allowed) as door:
@@ -120,7 +120,7 @@ def test_sites_and_names_that_are_allowed_are_served(tmp_path: Path) -> None:
         assert (wrong.status, wrong.headers["access-control-allow-origin"]) == (400, site)
 
 
-def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
+def test_with_tokens_all_paths_but_health_and_version_require_one(tmp_path: Path) -> None:
     given, entry = callers.new_token("red", admin=False)
     other, _ = callers.new_token("red", admin=False)
     tokens = callers.tokens_of(tmp_path / "tokens", entry.encode())
@@ -143,7 +143,7 @@ def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
         assert found.num_messages == 2
 
 
-def test_a_tenants_limits_are_told_with_the_time_to_wait(tmp_path: Path) -> None:
+def test_a_rate_limited_request_gets_a_retry_after_header(tmp_path: Path) -> None:
     given, entry = callers.new_token("red", admin=False)
     (token,) = callers.tokens_of(tmp_path / "tokens", entry.encode())
     slow = callers.Token(token.sha256, "red", limits=Limits(requests_per_second=0.01))
@@ -196,7 +196,7 @@ def test_a_chunked_body_has_the_same_limit(door: HttpRig) -> None:
     sending.join()
 
 
-def test_a_large_body_that_nobody_wants_is_passed_over_up_to_a_limit(door: HttpRig) -> None:
+def test_a_refused_body_is_discarded_up_to_a_limit(door: HttpRig) -> None:
     connection = door.connection()
     most = b" " * connections_module.UNWANTED_BYTES_MAX
     connection.request("POST", CHAT, most[: -(1 << 20)], {"content-type": "application/json"})
@@ -223,7 +223,7 @@ def test_a_connection_serves_many_requests(door: HttpRig) -> None:
     connection.close()
 
 
-def test_requests_that_come_together_are_answered_in_order(door: HttpRig) -> None:
+def test_pipelined_requests_are_answered_in_order(door: HttpRig) -> None:
     one = f"GET /version HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
     last = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\nconnection: close\r\n\r\n".encode()
     answer = raw(door, one + one + last)
@@ -231,7 +231,7 @@ def test_requests_that_come_together_are_answered_in_order(door: HttpRig) -> Non
     assert answer.index(b'"version"') < answer.index(b'"list"')
 
 
-def test_a_slow_head_is_cut_off_and_idle_connections_are_not(
+def test_slow_request_heads_are_cut_off_but_idle_connections_are_not(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
@@ -242,7 +242,7 @@ def test_a_slow_head_is_cut_off_and_idle_connections_are_not(
         assert received(idle).startswith(b"HTTP/1.1 200")
 
 
-def test_a_body_that_nobody_wants_does_not_keep_its_connection(
+def test_a_refused_body_that_never_arrives_is_cut_off(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
@@ -269,9 +269,7 @@ def holding(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None
     return hold, release
 
 
-def test_a_stream_that_waits_says_that_it_lives(
-    door: HttpRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_stream_sends_keep_alives(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "KEEP_ALIVE_SECONDS", 0.1)
     engine = door.rig.daemon.engine
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -288,7 +286,7 @@ def test_a_stream_that_waits_says_that_it_lives(
     connection.close()
 
 
-def test_a_body_counts_until_its_stream_has_ended(door: HttpRig) -> None:
+def test_a_body_counts_towards_memory_limits_until_its_stream_ends(door: HttpRig) -> None:
     """The messages of a response stay in memory while it waits for the engine."""
     engine, incoming = door.rig.daemon.engine, door.rig.server.guard.incoming
     body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
@@ -307,7 +305,7 @@ def test_a_body_counts_until_its_stream_has_ended(door: HttpRig) -> None:
     wait_for(lambda: not incoming.bytes_held[""])
 
 
-def test_a_client_that_leaves_ends_its_turn_and_keeps_what_it_was_sent(door: HttpRig) -> None:
+def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(door: HttpRig) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Hello"}],
@@ -333,7 +331,7 @@ def test_a_client_that_leaves_ends_its_turn_and_keeps_what_it_was_sent(door: Htt
     assert reply.num_tokens < 2000
 
 
-def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig) -> None:
+def test_a_disconnect_before_the_first_token_stores_no_messages(door: HttpRig) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3000}
     connection = door.connection()
     connection.request(
@@ -354,7 +352,7 @@ def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig
     assert all(each.num_messages == 0 for each in found)
 
 
-def test_an_unstored_turn_ends_with_its_client_although_it_has_a_key(tmp_path: Path) -> None:
+def test_a_disconnect_ends_an_unstored_turn_despite_its_idempotency_key(tmp_path: Path) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "store": False}
     with http_rig(tmp_path / "data", program=(*ECHO, "--seconds", "0.05")) as slow:
         followers = slow.rig.daemon.conversations.followers
@@ -371,7 +369,7 @@ def test_an_unstored_turn_ends_with_its_client_although_it_has_a_key(tmp_path: P
         wait_for(lambda: slow.rig.num_live == 0)
 
 
-def test_a_client_that_takes_nothing_is_cut_off(
+def test_a_client_that_reads_no_answers_is_cut_off(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "STALL_SECONDS", 0.3)
@@ -386,7 +384,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
     assert door.ask("GET", "/v1/models").status == 200
 
 
-def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
+def test_unread_answer_bytes_of_a_tenant_are_limited(tmp_path: Path) -> None:
     given, entry = callers.new_token("red", admin=False)
     (token,) = callers.tokens_of(tmp_path / "tokens", entry.encode())
     little = callers.Token(token.sha256, "red", limits=Limits(unread_bytes=100))
@@ -406,11 +404,11 @@ def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://", "x", "//", "\x80"])
-def test_an_origin_that_is_none_is_refused(door: HttpRig, origin: str) -> None:
+def test_a_malformed_origin_is_refused(door: HttpRig, origin: str) -> None:
     assert door.ask("GET", "/v1/models", headers={"origin": origin}).status == 403
 
 
-def test_no_packet_of_a_reply_waits_for_the_acknowledgement_of_the_one_before_it() -> None:
+def test_accepted_sockets_have_tcp_nodelay() -> None:
     """asyncio does not set TCP_NODELAY on sockets of `socket.create_server`."""
     with bound_socket("127.0.0.1:0") as listening:
         with socket.create_connection(listening.getsockname()):

@@ -39,7 +39,7 @@ def send(rig: HttpRig, conversation_id: str, text: str, **fields: Any) -> list[A
     return call(rig, "SendMessage", body).events
 
 
-def test_a_turn_has_the_events_of_grpc(rig: HttpRig) -> None:
+def test_send_message_streams_the_events_of_grpc(rig: HttpRig) -> None:
     events = send(rig, "talk", "Hello.", request_id="one")
     assert events[0]["started"]["request_id"] == "one"
     assert [int(each["sequence"]) for each in events] == list(range(1, len(events) + 1))
@@ -51,7 +51,7 @@ def test_a_turn_has_the_events_of_grpc(rig: HttpRig) -> None:
     assert again[0]["started"]["replayed"]
 
 
-def test_a_deletion_is_in_the_audit_log_with_its_id(tmp_path: Path) -> None:
+def test_deletions_are_audited_with_their_ids(tmp_path: Path) -> None:
     audit_log = tmp_path / "audit.log"
     with http_rig(tmp_path / "data", http={"audit_log": audit_log}) as rig:
         send(rig, "talk", "Hello.")
@@ -63,7 +63,7 @@ def test_a_deletion_is_in_the_audit_log_with_its_id(tmp_path: Path) -> None:
     assert (missing["prefix_id"], missing["outcome"]) == ("none", "NOT_FOUND")
 
 
-def test_every_method_is_there_and_says_what_grpcs_says(rig: HttpRig) -> None:
+def test_gateway_methods_answer_like_grpc(rig: HttpRig) -> None:
     send(rig, "talk", "Hello.")
     send(rig, "talk", "Go on.")
     listed = call(rig, "ListMessages", {"conversation_id": "talk"}).value
@@ -89,17 +89,17 @@ def test_every_method_is_there_and_says_what_grpcs_says(rig: HttpRig) -> None:
         json.loads("[" * 60 + "]" * 60),
     ],
 )
-def test_what_is_no_request_is_refused(rig: HttpRig, body: Any) -> None:
+def test_invalid_gateway_bodies_are_refused(rig: HttpRig, body: Any) -> None:
     answer = call(rig, "ForkConversation", body)
     assert (answer.status, answer.error["param"]) == (400, "body")
 
 
-def test_a_large_field_is_refused_as_over_grpc(rig: HttpRig) -> None:
+def test_a_large_field_is_refused_as_it_is_over_grpc(rig: HttpRig) -> None:
     answer = call(rig, "CreateConversation", {"metadata": {"a": "b" * 20_000}})
     assert (answer.status, answer.error["param"]) == (400, "metadata")
 
 
-def test_the_page_runs_nothing_but_what_it_brings(rig: HttpRig) -> None:
+def test_the_page_loads_only_its_own_scripts_and_styles(rig: HttpRig) -> None:
     answer = rig.ask("GET", "/")
     assert answer.status == 200
     policy = answer.headers["content-security-policy"]
@@ -129,7 +129,9 @@ def watch(rig: HttpRig, count: int, **headers: str) -> list[Any]:
     return found
 
 
-def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_view_shows_the_tier_of_each_chunk(
+    rig: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page, "LOOK_SECONDS", 0.01)
     send(rig, "talk", "Hello there.")
     *_, last = watch(rig, 3)
@@ -143,7 +145,7 @@ def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyP
     assert explained["runs"] == [{"first": 0, "count": num_chunks, "place": "device", "holders": 1}]
 
 
-def test_a_tenant_that_watches_a_lot_locks_out_no_other(
+def test_one_tenants_memory_watchers_do_not_lock_out_other_tenants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "WATCHERS_MAX", 2)
@@ -169,9 +171,7 @@ def test_a_tenant_that_watches_a_lot_locks_out_no_other(
         wait_for(lambda: status(red) == 200)
 
 
-def test_a_tenant_sees_its_own_memory_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenant_sees_only_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "LOOK_SECONDS", 0.01)
     given, entries = {}, ""
     for tenant in ("red", "blue"):

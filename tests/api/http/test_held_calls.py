@@ -88,7 +88,7 @@ def check(calls: Any, num: int | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_reply_is_a_call_where_one_is_required(
+def test_a_required_tool_choice_makes_the_reply_a_call(
     client: openai.OpenAI, model: str, seed: int
 ) -> None:
     found = client.chat.completions.create(
@@ -107,7 +107,7 @@ def test_a_reply_is_a_call_where_one_is_required(
         check(choice.message.tool_calls, 1)
 
 
-def test_the_call_that_is_named_is_made_streamed_and_whole(
+def test_a_named_tool_is_called_in_streams_and_whole_answers(
     client: openai.OpenAI, model: str
 ) -> None:
     choice: Any = {"type": "function", "function": {"name": "get_weather"}}
@@ -121,9 +121,7 @@ def test_the_call_that_is_named_is_made_streamed_and_whole(
     assert check(streamed.tool_calls, 1) == ["get_weather"]
 
 
-def test_text_stays_free_and_a_call_that_begins_follows_its_schema(
-    client: openai.OpenAI, model: str
-) -> None:
+def test_a_strict_tool_constrains_calls_but_not_text(client: openai.OpenAI, model: str) -> None:
     """A logit bias makes the model begin a call. Only the constraint makes the call valid JSON."""
     given: Any = {**ASK, "model": model, "tools": tools(strict=True)}
     silent = {str(MARK): -100, str(THINK): -100}
@@ -138,7 +136,7 @@ def test_text_stays_free_and_a_call_that_begins_follows_its_schema(
     assert called.choices[0].finish_reason == "tool_calls"
 
 
-def test_a_call_may_come_behind_thinking(served: HttpRig, model: str) -> None:
+def test_a_required_call_may_follow_thinking(served: HttpRig, model: str) -> None:
     """The first token opens the thinking. The constraint applies after the thinking."""
     body = {"model": model, "tools": tools(), "tool_choice": "required", **ASK, "max_tokens": 40}
     answer = served.ask("POST", "/v1/chat/completions", {**body, "logit_bias": {str(THINK): 100}})
@@ -148,7 +146,7 @@ def test_a_call_may_come_behind_thinking(served: HttpRig, model: str) -> None:
     assert not message["content"]
 
 
-def test_a_response_and_a_message_are_held_too(
+def test_responses_and_messages_constrain_tool_calls(
     served: HttpRig, client: openai.OpenAI, model: str
 ) -> None:
     flat: Any = [{"type": "function", **each["function"]} for each in tools(strict=True)]
@@ -177,7 +175,7 @@ def test_a_response_and_a_message_are_held_too(
     assert is_valid(use.input, SCHEMA)
 
 
-def test_lines_of_a_batch_are_held_too(client: openai.OpenAI, model: str) -> None:
+def test_batch_lines_constrain_tool_calls(client: openai.OpenAI, model: str) -> None:
     body = {
         **ASK,
         "model": model,
@@ -201,9 +199,7 @@ def test_lines_of_a_batch_are_held_too(client: openai.OpenAI, model: str) -> Non
     assert is_valid(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
 
 
-def test_schemas_that_cannot_be_held_to_are_refused_by_name(
-    client: openai.OpenAI, model: str
-) -> None:
+def test_unsupported_tool_schemas_are_refused_by_name(client: openai.OpenAI, model: str) -> None:
     wrong: Any = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(

@@ -78,11 +78,11 @@ def answered(rig: HttpRig, data: bytes) -> bytes:
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_what_is_no_http_is_refused_and_closed(rig: HttpRig, data: bytes) -> None:
+def test_malformed_http_is_refused_and_the_connection_closed(rig: HttpRig, data: bytes) -> None:
     assert statuses(answered(rig, data)) in ([400], [])
 
 
-def test_no_upgrade_is_taken(rig: HttpRig) -> None:
+def test_upgrade_requests_are_ignored(rig: HttpRig) -> None:
     for kind in ("websocket", "h2c"):
         asked = head(
             *(rig, "GET /version HTTP/1.1", f"upgrade: {kind}", "connection: upgrade, close"),
@@ -92,14 +92,14 @@ def test_no_upgrade_is_taken(rig: HttpRig) -> None:
 
 
 @pytest.mark.parametrize("method", ["TRACE", "CONNECT", "PUT", "PATCH", "FOO", "GET" * 100])
-def test_other_methods_do_nothing_and_show_nothing(rig: HttpRig, method: str) -> None:
+def test_other_http_methods_get_404_and_echo_no_headers(rig: HttpRig, method: str) -> None:
     secret = "x-secret: squirrel"
     answer = raw(rig, head(rig, f"{method} {CHAT} HTTP/1.1", secret, "connection: close"))
     assert statuses(answer) == [404]
     assert b"squirrel" not in answer
 
 
-def test_a_head_alone_and_options_have_no_body(rig: HttpRig) -> None:
+def test_head_and_options_answers_have_no_body(rig: HttpRig) -> None:
     for path in ("/", "/v1/models", "/health", CHAT):
         for method in ("HEAD", "OPTIONS"):
             answer = rig.ask(method, path)
@@ -111,7 +111,7 @@ def test_a_head_alone_and_options_have_no_body(rig: HttpRig) -> None:
 # -- heads --
 
 
-def test_a_large_head_or_one_of_many_lines_is_refused_before_it_is_parsed(rig: HttpRig) -> None:
+def test_heads_with_too_many_bytes_or_lines_are_refused_before_parsing(rig: HttpRig) -> None:
     line = "GET /version HTTP/1.1"
     fits = [f"a{number}: b" for number in range(connections_module.LINES_MAX - 10)]
     assert statuses(raw(rig, head(rig, line, *fits, "connection: close"))) == [200]
@@ -126,7 +126,7 @@ def test_a_large_head_or_one_of_many_lines_is_refused_before_it_is_parsed(rig: H
     assert statuses(answered(rig, long)) in ([431], [])
 
 
-def test_a_large_head_behind_another_request_is_refused_too(rig: HttpRig) -> None:
+def test_a_large_head_after_another_request_is_refused(rig: HttpRig) -> None:
     """Both requests come in one piece, or with a body in between."""
     line = "GET /version HTTP/1.1"
     large = head(rig, line, *["a: b"] * 5000)
@@ -147,7 +147,7 @@ def test_a_head_may_come_byte_by_byte(rig: HttpRig) -> None:
         assert statuses(received(sock)) == [200, 200]
 
 
-def test_many_requests_in_one_piece_are_all_answered(rig: HttpRig) -> None:
+def test_many_pipelined_requests_are_all_answered(rig: HttpRig) -> None:
     one = head(rig, "GET /version HTTP/1.1")
     posted = head(rig, f"POST {CHAT} HTTP/1.1", f"content-length: {len(BODY)}") + BODY
     last = head(rig, "GET /v1/models HTTP/1.1", "connection: close")
@@ -159,7 +159,7 @@ def test_many_requests_in_one_piece_are_all_answered(rig: HttpRig) -> None:
 # -- where a body ends --
 
 
-def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(rig: HttpRig) -> None:
+def test_ambiguous_body_lengths_are_refused_and_the_rest_is_not_read(rig: HttpRig) -> None:
     smuggled = head(rig, "GET /v1/models HTTP/1.1")
     for lines in (
         ["content-length: 4", "transfer-encoding: chunked"],
@@ -193,7 +193,7 @@ def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(rig: H
     ids=lambda chunks: repr(chunks[:20]),
 )
 @pytest.mark.parametrize("path", [CHAT, "/nowhere"])
-def test_chunks_that_are_none_end_the_connection(
+def test_malformed_chunks_end_the_connection(
     rig: HttpRig, path: str, chunks: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds while the body is read, and while an unread body is discarded."""
@@ -211,7 +211,7 @@ def test_chunks_that_are_none_end_the_connection(
             pass  # the daemon has closed the connection
 
 
-def test_a_body_that_never_ends_is_left_at_its_limit(rig: HttpRig) -> None:
+def test_an_endless_body_is_cut_off_at_the_limit(rig: HttpRig) -> None:
     asked = head(rig, f"POST {CHAT} HTTP/1.1", "transfer-encoding: chunked")
     with connected(rig) as sock:
         sock.sendall(asked)
@@ -245,7 +245,9 @@ def test_a_body_that_never_ends_is_left_at_its_limit(rig: HttpRig) -> None:
     ],
     ids=lambda path: path[:30],
 )
-def test_no_path_leads_out(rig: HttpRig, path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_hostile_paths_expose_no_files(
+    rig: HttpRig, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for method in ("GET", "DELETE"):
         answer = raw(rig, head(rig, f"{method} {path} HTTP/1.1", "connection: close"))
         assert statuses(answer)[0] in (400, 404, 200)
@@ -256,7 +258,7 @@ def test_no_path_leads_out(rig: HttpRig, path: str, caplog: pytest.LogCaptureFix
     assert not any("\n" in each.getMessage() for each in caplog.records)
 
 
-def test_what_a_request_says_comes_back_in_no_header(rig: HttpRig) -> None:
+def test_answer_headers_contain_no_bytes_of_the_request(rig: HttpRig) -> None:
     """Headers never contain line ends or other bytes of the request."""
     nasty = "zo\xeb \x7f\x80 \xff"  # ids are hexadecimal digits
     for name in ("x-session-id", "idempotency-key", "x-openwebui-chat-id", "origin", "host"):
@@ -285,7 +287,7 @@ def test_what_a_request_says_comes_back_in_no_header(rig: HttpRig) -> None:
         *("[::1].evil.example", "[::1]evil.example:80", "localhost:80@evil.example", "\xe9vil"),
     ],
 )
-def test_names_that_look_like_this_machines_are_refused(rig: HttpRig, host: str) -> None:
+def test_host_names_that_resemble_local_names_are_refused(rig: HttpRig, host: str) -> None:
     asked = f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
     assert statuses(raw(rig, asked.encode("latin-1")))[0] in (400, 403)
 
@@ -297,7 +299,7 @@ def test_names_that_look_like_this_machines_are_refused(rig: HttpRig, host: str)
         *("http://evil.example/{}", "http://{}@evil.example", "{}", "https://evil.example#{}", ""),
     ],
 )
-def test_origins_that_look_like_the_own_are_refused(rig: HttpRig, origin: str) -> None:
+def test_origins_that_resemble_the_daemons_origin_are_refused(rig: HttpRig, origin: str) -> None:
     port = rig.address.rpartition(":")[2]
     given = origin.replace("{port}", port).replace("{}", rig.address)
     for method in ("GET", "OPTIONS"):
@@ -309,7 +311,7 @@ def test_origins_that_look_like_the_own_are_refused(rig: HttpRig, origin: str) -
 # -- many at once --
 
 
-def test_more_connections_than_there_may_be_are_told_to_come_again(
+def test_connections_above_the_limit_get_503_with_retry_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pensieve.api.http import listener as listener_module

@@ -37,7 +37,7 @@ def texts(client: openai.OpenAI, conversation_id: str, **query: Any) -> list[str
     return [each.content[0].text for each in items]
 
 
-def test_a_conversation_is_made_changed_and_deleted(client: openai.OpenAI) -> None:
+def test_a_conversation_is_created_updated_and_deleted(client: openai.OpenAI) -> None:
     made = client.conversations.create(metadata={"topic": "tea"})
     assert made.id.startswith("conv_")
     assert made.object == "conversation"
@@ -51,7 +51,7 @@ def test_a_conversation_is_made_changed_and_deleted(client: openai.OpenAI) -> No
         client.conversations.retrieve(made.id)
 
 
-def test_responses_and_grpc_go_on_with_the_same_conversation(
+def test_responses_and_grpc_continue_the_same_conversation(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
@@ -72,7 +72,7 @@ def test_responses_and_grpc_go_on_with_the_same_conversation(
     assert texts(client, made.id) == stored
 
 
-def test_the_items_of_a_response_are_those_of_its_conversation(client: openai.OpenAI) -> None:
+def test_response_items_have_the_same_ids_in_the_conversation(client: openai.OpenAI) -> None:
     made = client.conversations.create()
     response = client.responses.create(conversation=made.id, input="Hello.", **SHORT)
     (question, reply) = client.conversations.items.list(made.id, order="asc")
@@ -100,7 +100,7 @@ def test_items_are_listed_page_by_page_in_both_orders(client: openai.OpenAI) -> 
         client.conversations.items.list(made.id, after="msg_0123456789abcdef-0-0")
 
 
-def test_items_wait_for_the_next_turn_and_keep_their_ids(
+def test_added_items_are_stored_with_the_next_turn_and_keep_their_ids(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
@@ -118,7 +118,9 @@ def test_items_wait_for_the_next_turn_and_keep_their_ids(
     assert [each.content for each in door.rig.messages(made.id)][4:] == ["Four.", again.output_text]
 
 
-def test_what_is_pending_is_bounded_together(door: HttpRig, client: openai.OpenAI) -> None:
+def test_all_pending_items_of_a_conversation_share_one_limit(
+    door: HttpRig, client: openai.OpenAI
+) -> None:
     long = user("a" * (door.rig.daemon.context_max * 10))
     made = client.conversations.create(items=[long])
     with pytest.raises(openai.BadRequestError, match="cannot fit a context"):
@@ -132,7 +134,7 @@ def test_what_is_pending_is_bounded_together(door: HttpRig, client: openai.OpenA
     assert len(texts(client, many.id)) == 100
 
 
-def test_a_response_that_is_not_stored_has_what_the_conversation_has(
+def test_an_unstored_response_sees_the_conversation_and_pending_items(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create(items=[user("My name is Ann.")])
@@ -151,7 +153,7 @@ def test_a_response_that_is_not_stored_has_what_the_conversation_has(
     assert refused.value.param == "instructions"
 
 
-def test_nothing_of_a_deleted_pending_item_is_on_the_disk(
+def test_a_deleted_pending_item_is_erased_from_the_disk(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create(items=[user("One."), user("SECRET-item")])
@@ -162,7 +164,7 @@ def test_nothing_of_a_deleted_pending_item_is_on_the_disk(
     assert b"SECRET-item" not in raw
 
 
-def test_the_last_item_is_deleted_and_no_other(door: HttpRig, client: openai.OpenAI) -> None:
+def test_only_the_last_item_can_be_deleted(door: HttpRig, client: openai.OpenAI) -> None:
     made = client.conversations.create()
     client.responses.create(conversation=made.id, input="One.", **SHORT)
     client.conversations.items.create(made.id, items=[user("Two.")])
@@ -178,9 +180,7 @@ def test_the_last_item_is_deleted_and_no_other(door: HttpRig, client: openai.Ope
     assert texts(client, made.id) == []
 
 
-def test_a_conversation_keeps_the_instructions_that_it_began_with(
-    door: HttpRig, client: openai.OpenAI
-) -> None:
+def test_a_conversation_keeps_its_first_instructions(door: HttpRig, client: openai.OpenAI) -> None:
     made = client.conversations.create()
     given: Any
     for given in ({"instructions": "Be brief."}, {"instructions": "Be brief."}, {}):
@@ -191,7 +191,7 @@ def test_a_conversation_keeps_the_instructions_that_it_began_with(
     assert refused.value.param == "instructions"
 
 
-def test_a_conversation_with_a_running_turn_refuses_another(
+def test_a_conversation_refuses_a_second_turn_while_one_runs(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
@@ -214,7 +214,7 @@ def test_a_conversation_with_a_running_turn_refuses_another(
     assert "Count." not in stored
 
 
-def test_what_a_conversation_cannot_be_is_refused(door: HttpRig, client: openai.OpenAI) -> None:
+def test_invalid_conversation_bodies_are_refused(door: HttpRig, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 20"):
         client.conversations.create(items=[user("?")] * 21)
     with pytest.raises(openai.BadRequestError, match="cannot fit a context"):
@@ -229,7 +229,7 @@ def test_what_a_conversation_cannot_be_is_refused(door: HttpRig, client: openai.
     assert door.ask("GET", "/v1/conversations/prefix%3Arules").status == 404
 
 
-def test_what_cannot_be_an_id_is_unknown_and_not_repeated(door: HttpRig) -> None:
+def test_invalid_conversation_ids_are_not_found_and_not_echoed(door: HttpRig) -> None:
     long, held = "x" * 5000, "a\0b"
     asked = [
         door.ask("POST", "/v1/responses", {"model": MODEL, "input": "Hi.", "conversation": each})
@@ -239,7 +239,7 @@ def test_what_cannot_be_an_id_is_unknown_and_not_repeated(door: HttpRig) -> None
     assert max(len(each.body) for each in asked) < 300
 
 
-def test_a_long_history_is_computed_again_under_other_instructions(
+def test_a_long_history_is_recomputed_with_other_instructions(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     talk = [user("Hm."), {"role": "assistant", "content": "Yes?"}] * 150
@@ -252,7 +252,7 @@ def test_a_long_history_is_computed_again_under_other_instructions(
     assert len(door.rig.messages(name)) == 1 + 300 + 2 + 2
 
 
-def test_ids_of_items_stay_when_the_conversation_gets_its_instructions(
+def test_item_ids_stay_the_same_when_instructions_are_added(
     client: openai.OpenAI,
 ) -> None:
     made = client.conversations.create(items=[user("One."), user("Two.")])

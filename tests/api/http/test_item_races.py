@@ -95,7 +95,7 @@ def overtaken(door: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable
             goes_on.set()
 
 
-def test_a_turn_that_overtakes_the_deletion_of_a_reply_stays(door: HttpRig) -> None:
+def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(door: HttpRig) -> None:
     talk = Talk(door)
     talk.respond("One.")
     reply = talk.last()
@@ -111,7 +111,7 @@ def test_a_turn_that_overtakes_the_deletion_of_a_reply_stays(door: HttpRig) -> N
     assert door.ask("GET", f"/v1/responses/{answered.value['id']}").status == 200
 
 
-def test_two_who_delete_the_same_pending_item_delete_one(door: HttpRig) -> None:
+def test_two_concurrent_deletions_of_a_pending_item_delete_one_item(door: HttpRig) -> None:
     talk = Talk(door, "One.", "Two.", "Three.")
     last = talk.last()
     with overtaken(door, lambda: talk.delete(last)) as deleted:
@@ -121,7 +121,7 @@ def test_two_who_delete_the_same_pending_item_delete_one(door: HttpRig) -> None:
     assert talk.delete(last).status == 404
 
 
-def test_an_item_that_is_added_meanwhile_is_not_deleted(door: HttpRig) -> None:
+def test_an_item_added_during_a_deletion_is_not_deleted(door: HttpRig) -> None:
     talk = Talk(door, "One.", "Two.")
     last = talk.last()
     with overtaken(door, lambda: talk.delete(last)) as deleted:
@@ -131,7 +131,7 @@ def test_an_item_that_is_added_meanwhile_is_not_deleted(door: HttpRig) -> None:
     assert talk.texts() == ["One.", "Two.", "Three."]
 
 
-def test_an_item_that_has_got_the_id_of_a_deleted_one_is_not_deleted(door: HttpRig) -> None:
+def test_a_new_item_with_a_reused_id_is_not_deleted(door: HttpRig) -> None:
     talk = Talk(door, "One.", "Two.")
     last = talk.last()
     with overtaken(door, lambda: talk.delete(last)) as deleted:
@@ -141,7 +141,7 @@ def test_an_item_that_has_got_the_id_of_a_deleted_one_is_not_deleted(door: HttpR
     assert talk.texts() == ["One.", "Three."]
 
 
-def test_a_reply_in_the_place_of_a_deleted_one_is_not_deleted(door: HttpRig) -> None:
+def test_a_new_reply_with_a_reused_id_is_not_deleted(door: HttpRig) -> None:
     talk = Talk(door)
     talk.respond("One.")
     (question, _), (reply, _) = talk.items()
@@ -155,7 +155,7 @@ def test_a_reply_in_the_place_of_a_deleted_one_is_not_deleted(door: HttpRig) -> 
     assert len(talk.stored()) == 2
 
 
-def test_a_question_whose_reply_two_delete_waits_once(door: HttpRig) -> None:
+def test_two_concurrent_deletions_of_a_reply_leave_its_question_pending_once(door: HttpRig) -> None:
     talk = Talk(door)
     talk.respond("One.")
     reply = talk.last()
@@ -169,7 +169,7 @@ def test_a_question_whose_reply_two_delete_waits_once(door: HttpRig) -> None:
     assert again.status == 200
 
 
-def test_an_item_that_a_turn_has_brought_meanwhile_stays(door: HttpRig) -> None:
+def test_a_pending_item_that_a_turn_stored_during_its_deletion_is_kept(door: HttpRig) -> None:
     talk = Talk(door, "One.")
     last = talk.last()
     with overtaken(door, lambda: talk.delete(last)) as deleted:
@@ -216,7 +216,7 @@ def found_after(copy: Path, conversation_id: str) -> list[str] | None:
         return [each.content for each in messages] + [each.content for each in pending]
 
 
-def test_a_daemon_that_is_killed_while_a_reply_is_deleted_keeps_the_question(
+def test_a_crash_during_the_deletion_of_a_reply_keeps_the_question(
     door: HttpRig, tmp_path: Path
 ) -> None:
     talk = Talk(door)
@@ -230,7 +230,7 @@ def test_a_daemon_that_is_killed_while_a_reply_is_deleted_keeps_the_question(
     assert seen[-1] == ["One."]
 
 
-def test_a_daemon_that_is_killed_has_made_a_conversation_with_its_items_or_none(
+def test_a_crash_leaves_a_new_conversation_complete_or_absent(
     door: HttpRig, tmp_path: Path
 ) -> None:
     with snapshots(door, tmp_path) as copies:

@@ -27,9 +27,7 @@ def client(rig: HttpRig) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def test_twenty_turns_compute_what_is_new_and_nothing_else(
-    client: openai.OpenAI, rig: HttpRig
-) -> None:
+def test_twenty_turns_compute_only_their_new_tokens(client: openai.OpenAI, rig: HttpRig) -> None:
     messages: list[Any] = [{"role": "system", "content": "You are brief."}]
     named, recomputed = set(), 0
     for turn in range(20):
@@ -55,7 +53,7 @@ def test_twenty_turns_compute_what_is_new_and_nothing_else(
     ]
 
 
-def test_a_long_reply_is_read_beside_the_store_thread(
+def test_a_long_reply_is_parsed_outside_the_store_thread(
     rig: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_ends, "READ_CHARACTERS_MAX", 0)
@@ -63,7 +61,7 @@ def test_a_long_reply_is_read_beside_the_store_thread(
     assert rig.chat("A long one.", text, "And?").headers["x-pensieve-bound"] == "appended"
 
 
-def test_who_edits_what_it_said_gets_a_fork_that_shares_what_came_before(
+def test_an_edited_message_forks_and_shares_the_earlier_history(
     client: openai.OpenAI, rig: HttpRig
 ) -> None:
     messages: list[Any] = []
@@ -85,7 +83,7 @@ def test_who_edits_what_it_said_gets_a_fork_that_shares_what_came_before(
     assert again.headers["x-pensieve-bound"] == "appended"
 
 
-def test_sessions_are_kept_apart(rig: HttpRig) -> None:
+def test_a_history_from_another_session_is_forked(rig: HttpRig) -> None:
     first = rig.chat("Hello there.", headers={"x-session-id": "one"})
     reply = first.value["choices"][0]["message"]["content"]
     names = {first.headers["x-pensieve-conversation-id"]}
@@ -103,7 +101,7 @@ def test_sessions_are_kept_apart(rig: HttpRig) -> None:
     assert keyed.headers["x-pensieve-bound"] == "forked"
 
 
-def test_the_same_request_again_computes_nothing(rig: HttpRig) -> None:
+def test_a_repeated_idempotency_key_returns_the_first_reply(rig: HttpRig) -> None:
     headers = {"idempotency-key": "a retry / of mine"}
     first = rig.chat("Once only.", headers=headers, temperature=20.0)
     again = rig.chat("Once only.", headers=headers, temperature=20.0)
@@ -117,7 +115,7 @@ def test_the_same_request_again_computes_nothing(rig: HttpRig) -> None:
     assert text == first.value["choices"][0]["message"]["content"]
 
 
-def test_a_key_with_an_unrelated_body_is_refused(rig: HttpRig) -> None:
+def test_an_idempotency_key_with_another_body_is_refused(rig: HttpRig) -> None:
     reply = rig.chat("A beginning.").value["choices"][0]["message"]["content"]
     headers = {"idempotency-key": "of a second turn"}
     first = rig.chat("A beginning.", reply, "Go on.", headers=headers)
@@ -130,7 +128,7 @@ def test_a_key_with_an_unrelated_body_is_refused(rig: HttpRig) -> None:
     assert again.value["choices"] == first.value["choices"]
 
 
-def test_choices_are_branches_that_a_client_may_go_on_with(rig: HttpRig) -> None:
+def test_each_choice_can_be_continued(rig: HttpRig) -> None:
     answer = rig.chat("Pick one.", n=3, temperature=20.0).value
     texts = [each["message"]["content"] for each in answer["choices"]]
     for text in texts:
@@ -140,7 +138,7 @@ def test_choices_are_branches_that_a_client_may_go_on_with(rig: HttpRig) -> None
         assert after.headers["x-pensieve-recomputed-tokens"] == "0"
 
 
-def test_what_was_cancelled_in_the_middle_is_known_again(rig: HttpRig) -> None:
+def test_a_reply_cut_by_a_disconnect_can_be_continued(rig: HttpRig) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Talk."}], "stream": True}
     text = json.dumps({**body, "max_tokens": 3000, "ignore_eos": True})
     connection = rig.connection()

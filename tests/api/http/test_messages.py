@@ -40,7 +40,7 @@ def conversations(door: HttpRig) -> set[str]:
     return {each.conversation_id for each in found.conversations}
 
 
-def test_a_message_says_what_it_took_and_is_in_a_conversation(door: HttpRig) -> None:
+def test_a_message_reports_its_usage_and_is_stored(door: HttpRig) -> None:
     answer = ask(door, max_tokens=3)
     assert answer.status == 200
     assert answer.headers["request-id"].startswith("req_")
@@ -74,7 +74,7 @@ def test_anthropics_client_asks_and_streams(client: anthropic.Anthropic) -> None
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
 
 
-def test_a_stream_is_named_events(door: HttpRig) -> None:
+def test_each_stream_event_is_named_by_its_type(door: HttpRig) -> None:
     answer = ask(door, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     parts = [each for each in answer.body.decode().split("\n\n") if each and each[0] != ":"]
@@ -103,12 +103,14 @@ def test_thinking_and_a_system_prompt_reach_the_model(client: anthropic.Anthropi
     assert found.usage.input_tokens > 20
 
 
-def test_tools_that_the_model_cannot_be_shown_are_refused(client: anthropic.Anthropic) -> None:
+def test_tools_are_refused_if_the_template_does_not_write_tools(
+    client: anthropic.Anthropic,
+) -> None:
     with pytest.raises(anthropic.BadRequestError, match="does not write tools"):
         client.messages.create(model=MODEL, max_tokens=8, tools=[TOOL], messages=[USER])
 
 
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+def test_the_answer_names_the_stop_sequence(client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 40, "messages": [USER]}
     text = client.messages.create(**asked).content[0].text
     stop = text[4:6]
@@ -120,7 +122,7 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_a_count_is_the_length_of_the_prompt_and_leaves_nothing(
+def test_count_tokens_equals_the_prompt_length_and_stores_nothing(
     door: HttpRig, client: anthropic.Anthropic
 ) -> None:
     asked: dict[str, Any] = {"model": MODEL, "system": "Be brief.", "messages": [USER]}
@@ -156,7 +158,7 @@ def test_errors_have_anthropics_shape(door: HttpRig, client: anthropic.Anthropic
     assert (elsewhere.status, elsewhere.error["type"]) == (403, "permission_error")
 
 
-def test_a_reply_is_held_to_a_schema(door: HttpRig) -> None:
+def test_a_reply_follows_the_output_schema(door: HttpRig) -> None:
     form = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
     answer = ask(door, max_tokens=40, output_config={"format": form})
     assert answer.status == 200

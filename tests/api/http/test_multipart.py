@@ -58,7 +58,7 @@ def part(disposition: str, data: str = "data") -> bytes:
     return f"--b-0\r\nContent-Disposition: {disposition}\r\n\r\n{data}\r\n--b-0--\r\n".encode()
 
 
-def test_a_form_is_its_parts_wherever_it_is_cut() -> None:
+def test_a_form_is_parsed_the_same_wherever_it_is_split() -> None:
     wanted = [
         ("purpose", "", b"batch"),
         ("file", 'a "b".jsonl', b"one\r\n--b-\r\n--b-1\r\n\r\n"),
@@ -69,7 +69,7 @@ def test_a_form_is_its_parts_wherever_it_is_cut() -> None:
         assert read(FORM, cut) == wanted
 
 
-def test_a_refused_form_is_told_to_the_client_and_not_to_the_log(
+def test_a_malformed_form_raises_an_error_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(InvalidArgument, match="not valid multipart/form-data"):
@@ -81,7 +81,9 @@ DATA = st.lists(st.sampled_from([b"\r", b"\n", b"-", b"--", b"b-0", b"\r\n--b-",
 
 
 @given(st.lists(st.tuples(st.sampled_from(["file", "f"]), DATA), max_size=4), st.data())
-def test_any_data_comes_back(parts: list[tuple[str, list[bytes]]], data: st.DataObject) -> None:
+def test_any_file_content_is_returned_unchanged(
+    parts: list[tuple[str, list[bytes]]], data: st.DataObject
+) -> None:
     given_ = [(name, "n", b"".join(each)) for name, each in parts]
     given_ = [each for each in given_ if b"\r\n--b-0" not in b"\r\n" + each[2]]
     form = written(given_)
@@ -102,7 +104,7 @@ def test_any_data_comes_back(parts: list[tuple[str, list[bytes]]], data: st.Data
         ("multipart/form-data; boundary=b; a=" + "x" * 1024, "longer than 1,024"),
     ],
 )
-def test_a_content_type_that_is_not_a_forms_is_refused(kind: str, says: str) -> None:
+def test_a_content_type_that_is_not_a_form_is_refused(kind: str, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says) as caught:
         MultipartForm(kind)
     assert caught.value.field == "content-type"
@@ -133,7 +135,7 @@ def test_broken_forms_are_refused(form: bytes, says: str) -> None:
 
 @pytest.mark.parametrize("header", ["content-type", "content-disposition"])
 @pytest.mark.parametrize("parameter", ['a="' + ";" * 31_000, ";" * 31_000, 'a="";' * 6_200])
-def test_a_hostile_header_costs_little(header: str, parameter: str) -> None:
+def test_a_hostile_header_is_parsed_in_linear_time(header: str, parameter: str) -> None:
     """Twenty such headers take a few ms in all. A quadratic parser would take more than 30 s."""
 
     def content_type() -> None:
@@ -150,12 +152,12 @@ def test_a_hostile_header_costs_little(header: str, parameter: str) -> None:
     assert time.thread_time() - began < 2.0
 
 
-def test_a_filename_that_is_not_utf_8_is_text() -> None:
+def test_invalid_utf_8_in_a_filename_is_replaced() -> None:
     form = part("form-data; name=file; filename=x").replace(b"=x", b"=x\xff")
     assert read(form) == [("file", "x\ufffd", b"data")]
 
 
-def test_of_a_file_less_than_a_delimiter_is_withheld() -> None:
+def test_the_parser_withholds_less_than_one_delimiter_of_a_file() -> None:
     random_ = random.Random(SEED)
     parser = MultipartForm(TYPE)
     parser.push(b'--b-0\r\nContent-Disposition: form-data; name="file"\r\n\r\n')

@@ -49,9 +49,7 @@ def text_of(answer: Any) -> str:
     return found
 
 
-def test_the_stored_message_is_the_beginning_and_its_continuation(
-    door: HttpRig, template: ChatTemplate
-) -> None:
+def test_the_stored_reply_includes_the_prefill(door: HttpRig, template: ChatTemplate) -> None:
     answer = ask(door, USER, BEGUN, **CONTINUED)
     text = text_of(answer)
     asked, reply = door.rig.messages(answer.headers["x-pensieve-conversation-id"])
@@ -64,7 +62,7 @@ def test_the_stored_message_is_the_beginning_and_its_continuation(
     assert len(reply.token_ids) == answer.value["usage"]["completion_tokens"]
 
 
-def test_the_next_message_computes_only_what_is_new(door: HttpRig) -> None:
+def test_a_turn_after_a_prefilled_reply_recomputes_nothing(door: HttpRig) -> None:
     session = {"x-session-id": "next"}
     first = ask(door, USER, BEGUN, **CONTINUED, headers=session, ignore_eos=True)
     whole = {"role": "assistant", "content": "Once upon" + text_of(first)}
@@ -85,7 +83,7 @@ def test_the_next_message_computes_only_what_is_new(door: HttpRig) -> None:
     assert stored[-1].content == "And then" + text_of(third)
 
 
-def test_a_stream_and_an_unstored_reply_are_the_same_continuation(door: HttpRig) -> None:
+def test_streamed_and_unstored_replies_continue_the_prefill_identically(door: HttpRig) -> None:
     text = text_of(ask(door, USER, BEGUN, **CONTINUED))
     assert text_of(ask(door, USER, BEGUN, **CONTINUED, store=False)) == text
     events = ask(door, USER, {**BEGUN, "prefix": True}, stream=True).events[:-1]
@@ -93,7 +91,7 @@ def test_a_stream_and_an_unstored_reply_are_the_same_continuation(door: HttpRig)
     assert "".join(deltas) == text
 
 
-def test_a_retry_returns_the_continuation_alone(door: HttpRig) -> None:
+def test_a_retry_returns_only_the_continuation(door: HttpRig) -> None:
     key = {"idempotency-key": "k1"}
     first = ask(door, USER, BEGUN, **CONTINUED, headers=key)
     again = ask(door, USER, BEGUN, **CONTINUED, headers=key)
@@ -124,7 +122,7 @@ def test_openais_and_anthropics_clients_continue_the_same_way(door: HttpRig) -> 
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_without_the_fields_of_vllm_a_new_message_follows(door: HttpRig) -> None:
+def test_without_vllms_fields_the_reply_is_a_new_message(door: HttpRig) -> None:
     """OpenAI's own behaviour."""
     answer = ask(door, USER, BEGUN)
     contents = [
@@ -133,7 +131,7 @@ def test_without_the_fields_of_vllm_a_new_message_follows(door: HttpRig) -> None
     assert contents == [USER["content"], "Once upon", text_of(answer)]
 
 
-def test_text_cannot_be_begun_where_the_template_begins_with_thinking(tmp_path: Path) -> None:
+def test_prefill_is_refused_if_the_template_opens_thinking(tmp_path: Path) -> None:
     with scripted(tmp_path, DEEPSEEK_R1, ["Yes."]) as door:
         body = {"model": "model", "messages": [USER, BEGUN], **CONTINUED}
         refused = door.ask("POST", "/v1/chat/completions", body)
@@ -141,7 +139,7 @@ def test_text_cannot_be_begun_where_the_template_begins_with_thinking(tmp_path: 
         assert "thinking" in refused.error["message"]
 
 
-def test_a_client_that_leaves_keeps_the_beginning_and_what_it_was_sent(door: HttpRig) -> None:
+def test_a_disconnect_keeps_the_prefill_and_the_sent_text(door: HttpRig) -> None:
     body = {"model": MODEL, "messages": [USER, BEGUN], "max_tokens": 4000, "ignore_eos": True}
     connection = door.connection()
     raw = json.dumps({**body, **CONTINUED, "stream": True})

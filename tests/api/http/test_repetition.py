@@ -51,7 +51,7 @@ def loops(folder: Path) -> None:
     write_script(folder / "script", [LOOP])
 
 
-def test_the_sdk_says_repetition_and_the_history_keeps_the_reply(client: Client) -> None:
+def test_the_sdk_reports_repetition_and_the_reply_is_stored(client: Client) -> None:
     conversation = client.conversation()
     reply = conversation.ask("What do you like?")
     assert reply.finish_reason == "repetition"
@@ -65,12 +65,12 @@ def test_the_sdk_says_repetition_and_the_history_keeps_the_reply(client: Client)
 @pytest.mark.parametrize(
     "off", [{"stop_repetition": 0}, {"ignore_eos": True}, {"min_tokens": 500}], ids=str
 )
-def test_it_is_off_where_the_client_wants_so(client: Client, off: dict[str, Any]) -> None:
+def test_clients_can_turn_repetition_detection_off(client: Client, off: dict[str, Any]) -> None:
     reply = client.conversation().ask("What do you like?", max_tokens=500, **off)
     assert (reply.finish_reason, reply.usage.output_tokens) == ("length", 500)
 
 
-def test_the_length_is_the_clients_to_choose(client: Client) -> None:
+def test_clients_can_choose_the_repetition_length(client: Client) -> None:
     reply = client.conversation().ask("What do you like?", stop_repetition=64)
     assert reply.finish_reason == "repetition"
     assert 64 <= reply.usage.output_tokens < 104
@@ -87,7 +87,7 @@ def test_openai_chat_reports_length_and_the_stop_reason(door: HttpRig, folder: P
     assert "stop_reason" not in door.chat("And you?", model="model").value["choices"][0]
 
 
-def test_openais_client_takes_it(door: HttpRig, folder: Path) -> None:
+def test_openais_client_reads_a_reply_stopped_for_repetition(door: HttpRig, folder: Path) -> None:
     with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as typed:
         text = typed.completions.create(model="model", prompt="I like", max_tokens=900)
         assert text.choices[0].finish_reason == "length"
@@ -98,7 +98,7 @@ def test_openais_client_takes_it(door: HttpRig, folder: Path) -> None:
         assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_anthropics_client_takes_it(door: HttpRig) -> None:
+def test_anthropics_client_reads_a_reply_stopped_for_repetition(door: HttpRig) -> None:
     with anthropic.Anthropic(base_url=door.url, api_key="none", max_retries=0) as typed:
         message = typed.messages.create(
             model="model",
@@ -108,7 +108,7 @@ def test_anthropics_client_takes_it(door: HttpRig) -> None:
     assert message.stop_reason == "max_tokens"
 
 
-def test_a_batch_says_what_chat_says(door: HttpRig) -> None:
+def test_a_batch_reports_repetition_like_chat(door: HttpRig) -> None:
     messages = [{"role": "user", "content": "What do you like?"}]
     line = {
         "custom_id": "a",
@@ -129,7 +129,7 @@ def test_a_batch_says_what_chat_says(door: HttpRig) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "repetition")
 
 
-def test_the_calls_of_the_page_say_repetition(door: HttpRig) -> None:
+def test_the_gateway_reports_repetition(door: HttpRig) -> None:
     body = {
         "conversation_id": "page",
         "messages": [{"content": "What do you like?"}],

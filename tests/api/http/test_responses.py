@@ -56,7 +56,7 @@ def contents(door: HttpRig, answer: Answer) -> list[tuple[str, str]]:
     return [(ROLES[each.role], each.content) for each in messages]
 
 
-def test_a_response_is_made_and_fetched_again(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_response_is_created_and_retrieved(door: HttpRig, client: openai.OpenAI) -> None:
     made = client.responses.create(input="How are you?", **SHORT)
     assert made.id.startswith("resp_")
     assert made.status in ("completed", "incomplete")
@@ -68,7 +68,7 @@ def test_a_response_is_made_and_fetched_again(door: HttpRig, client: openai.Open
         client.responses.retrieve("resp_nobody")
 
 
-def test_a_stream_tells_its_events_in_order_and_adds_up_to_the_response(
+def test_stream_events_are_in_order_and_add_up_to_the_response(
     client: openai.OpenAI,
 ) -> None:
     text, kinds, numbers = "", [], []
@@ -102,7 +102,7 @@ def test_a_stream_tells_its_events_in_order_and_adds_up_to_the_response(
     assert fetched.usage == final.usage
 
 
-def test_what_follows_the_last_response_is_appended_and_its_history_not_computed_again(
+def test_following_the_last_response_appends_without_recomputing(
     door: HttpRig,
 ) -> None:
     first = respond(door, "My name is Ann.")
@@ -118,7 +118,7 @@ def test_what_follows_the_last_response_is_appended_and_its_history_not_computed
     assert second.value["previous_response_id"] == first.value["id"]
 
 
-def test_what_follows_an_earlier_response_is_a_fork(door: HttpRig) -> None:
+def test_following_an_earlier_response_forks(door: HttpRig) -> None:
     first = respond(door, "My name is Ann.")
     second = respond(door, "What is my name?", previous_response_id=first.value["id"])
     other = respond(door, "Say it backwards.", previous_response_id=first.value["id"])
@@ -128,7 +128,7 @@ def test_what_follows_an_earlier_response_is_a_fork(door: HttpRig) -> None:
     assert contents(door, second)[2] == ("user", "What is my name?")
 
 
-def test_nobody_appends_to_a_fork_whose_response_is_about_to_begin(
+def test_no_request_appends_to_a_fork_before_its_first_turn_begins(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a chat with the same history would find the fork idle, and append to it."""
@@ -155,14 +155,14 @@ def test_nobody_appends_to_a_fork_whose_response_is_about_to_begin(
     assert contents(door, chat)[2] == ("user", "A dog?")
 
 
-def test_an_unknown_response_cannot_be_gone_on_from(client: openai.OpenAI) -> None:
+def test_an_unknown_previous_response_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.responses.create(input="?", previous_response_id="resp_0", **SHORT)
     assert missing.value.code == "previous_response_not_found"
     assert missing.value.param == "previous_response_id"
 
 
-def test_the_same_instructions_are_kept_and_others_are_computed_anew(door: HttpRig) -> None:
+def test_changed_instructions_recompute_the_history(door: HttpRig) -> None:
     first = respond(door, "Hi.", instructions="Be brief.")
     same = respond(door, "More.", instructions="Be brief.", previous_response_id=first.value["id"])
     assert same.headers["x-pensieve-bound"] == "appended"
@@ -176,7 +176,7 @@ def test_the_same_instructions_are_kept_and_others_are_computed_anew(door: HttpR
     assert [role for role, _ in contents(door, none)] == ["user", "assistant"] * 3
 
 
-def test_the_output_of_a_function_needs_its_call(door: HttpRig) -> None:
+def test_a_function_output_requires_its_call(door: HttpRig) -> None:
     output = [{"type": "function_call_output", "call_id": "call_1", "output": "4"}]
     refused = respond(door, output)
     assert (refused.status, refused.error["param"]) == (400, "input")
@@ -186,9 +186,7 @@ def test_the_output_of_a_function_needs_its_call(door: HttpRig) -> None:
     assert [role for role, _ in contents(door, whole)] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_a_response_in_the_background_is_fetched_when_it_is_done(
-    door: HttpRig, client: openai.OpenAI
-) -> None:
+def test_a_background_response_is_retrieved_when_done(door: HttpRig, client: openai.OpenAI) -> None:
     made = client.responses.create(input="How are you?", background=True, **SHORT)
     assert made.status in ("queued", "in_progress")
     wait_for(lambda: client.responses.retrieve(made.id).status in ("completed", "incomplete"))
@@ -199,7 +197,7 @@ def test_a_response_in_the_background_is_fetched_when_it_is_done(
     assert after.headers["x-pensieve-bound"] == "appended"
 
 
-def test_a_response_in_the_background_is_cancelled(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_background_response_can_be_cancelled(door: HttpRig, client: openai.OpenAI) -> None:
     made = client.responses.create(input="Count.", background=True, **LONG)
     cancelled = client.responses.cancel(made.id)
     assert cancelled.status == "cancelled"
@@ -216,7 +214,7 @@ def test_a_response_in_the_background_is_cancelled(door: HttpRig, client: openai
         client.responses.cancel(foreground.id)
 
 
-def test_a_response_in_the_background_of_a_server_that_stopped_has_failed(tmp_path: Path) -> None:
+def test_a_background_response_fails_if_the_daemon_stops(tmp_path: Path) -> None:
     data = tmp_path / "data"
     body = {"model": MODEL, "input": "Count.", "background": True, "ignore_eos": True}
     with http_rig(data, model=True) as door:
@@ -232,7 +230,7 @@ def test_a_response_in_the_background_of_a_server_that_stopped_has_failed(tmp_pa
         assert door.ask("GET", path).status == 404
 
 
-def test_a_response_is_on_the_disk_with_its_turn(tmp_path: Path) -> None:
+def test_a_response_is_stored_in_the_transaction_of_its_turn(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with http_rig(data, model=True) as door:
         door.rig.call(_stop_keeping(door))  # after the reply's own transaction
@@ -249,7 +247,7 @@ async def _stop_keeping(door: HttpRig) -> None:
     door.rig.daemon.store.responses.save = lambda response: None  # type: ignore[method-assign]
 
 
-def test_deleting_the_last_response_deletes_the_conversation_that_was_made_for_it(
+def test_deleting_the_last_response_deletes_its_implicit_conversation(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     first = respond(door, "SECRET-one")
@@ -264,7 +262,7 @@ def test_deleting_the_last_response_deletes_the_conversation_that_was_made_for_i
         client.responses.delete(first.value["id"])
 
 
-def test_deleting_a_response_leaves_a_turn_that_follows_it(
+def test_deleting_a_response_keeps_a_running_later_turn(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     first = respond(door, "One.")
@@ -278,7 +276,7 @@ def test_deleting_a_response_leaves_a_turn_that_follows_it(
     wait_for(lambda: door.rig.num_live == 0)
 
 
-def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhile(
+def test_deleting_a_response_keeps_a_conversation_that_got_another_turn(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = respond(door, "One.")
@@ -296,7 +294,7 @@ def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhi
     assert len(contents(door, first)) == 2
 
 
-def test_only_a_conversation_that_nobody_has_used_is_discarded(door: HttpRig) -> None:
+def test_discard_deletes_only_a_conversation_with_an_unchanged_revision(door: HttpRig) -> None:
     first = respond(door, "One.")
     conversation = first.headers["x-pensieve-conversation-id"]
     unneeded: Any = None
@@ -308,7 +306,7 @@ def test_only_a_conversation_that_nobody_has_used_is_discarded(door: HttpRig) ->
 
 
 @pytest.mark.parametrize("more", [{}, {"instructions": "Be brief."}, {"store": False}])
-def test_what_was_taken_back_cannot_be_gone_on_from(
+def test_a_response_whose_reply_was_deleted_cannot_be_continued(
     door: HttpRig, client: openai.OpenAI, more: dict[str, Any]
 ) -> None:
     first = respond(door, "One.")
@@ -323,7 +321,7 @@ def test_what_was_taken_back_cannot_be_gone_on_from(
     assert after.status == 200
 
 
-def test_a_deletion_is_in_the_audit_log_with_the_conversation_that_went(tmp_path: Path) -> None:
+def test_the_audit_log_names_the_conversation_deleted_with_a_response(tmp_path: Path) -> None:
     audit_log = tmp_path / "audit.log"
     with http_rig(tmp_path / "data", model=True, http={"audit_log": audit_log}) as door:
         first = respond(door, "One.")
@@ -340,7 +338,7 @@ def raw(door: HttpRig) -> bytes:
     return b"".join(each.read_bytes() for each in folder.glob("conversations.db*"))
 
 
-def test_a_key_that_comes_again_gets_the_same_response(door: HttpRig) -> None:
+def test_a_repeated_idempotency_key_returns_the_same_response(door: HttpRig) -> None:
     first = respond(door, "How are you?", key="k1")
     again = respond(door, "How are you?", key="k1")
     assert again.value == first.value
@@ -354,7 +352,7 @@ def test_a_key_that_comes_again_gets_the_same_response(door: HttpRig) -> None:
     assert len(contents(door, first)) == 2
 
 
-def test_a_key_that_was_stored_by_an_older_server_is_still_known() -> None:
+def test_request_digests_match_those_of_older_daemons() -> None:
     """Older servers have stored these digests of requests."""
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
     full = {
@@ -379,14 +377,14 @@ def test_a_key_that_was_stored_by_an_older_server_is_still_known() -> None:
         assert _digest_of(NewResponse.of(request, ChainEnd())) == expected
 
 
-def test_a_key_belongs_to_the_form_of_the_reply_too(door: HttpRig) -> None:
+def test_an_idempotency_key_with_another_text_format_is_refused(door: HttpRig) -> None:
     assert respond(door, "How are you?", key="k3").status == 200
     form = {"format": {"type": "json_object"}}
     other = respond(door, "How are you?", key="k3", text=form)
     assert (other.status, other.error["param"]) == (400, "idempotency-key")
 
 
-def test_a_retry_gets_a_response_that_runs_in_the_form_that_it_asks_for(door: HttpRig) -> None:
+def test_a_retry_can_stream_a_running_background_response(door: HttpRig) -> None:
     fields: dict[str, Any] = {
         "key": "k4",
         "background": True,
@@ -400,7 +398,7 @@ def test_a_retry_gets_a_response_that_runs_in_the_form_that_it_asks_for(door: Ht
     assert streamed.events[-1]["response"]["id"] == made.value["id"]
 
 
-def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
+def test_two_requests_with_one_key_and_simultaneous_lookups_run_one_turn(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, looked = ResponseHistory.response, []
@@ -423,7 +421,7 @@ def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
     assert sum(each[0].content == "Say it once." for each in said if each) == 1
 
 
-def test_the_same_request_twice_at_once_is_one_turn(door: HttpRig) -> None:
+def test_two_concurrent_requests_with_one_key_run_one_turn(door: HttpRig) -> None:
     fields: dict[str, Any] = {"key": "k2", "max_output_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(respond, door, "Count.", **fields) for _ in range(2)]
@@ -433,14 +431,14 @@ def test_the_same_request_twice_at_once_is_one_turn(door: HttpRig) -> None:
     assert len(contents(door, first)) == 2
 
 
-def test_a_conversation_made_for_a_turn_that_cannot_begin_is_deleted(door: HttpRig) -> None:
+def test_no_conversation_is_left_if_the_first_turn_cannot_begin(door: HttpRig) -> None:
     before = len(door.rig.stub.ListConversations(pb.ListConversationsRequest()).conversations)
     assert respond(door, "a b c " * 20_000).status == 400
     after = door.rig.stub.ListConversations(pb.ListConversationsRequest()).conversations
     assert len(after) == before
 
 
-def test_logprobs_come_with_the_text_and_are_those_of_the_whole(door: HttpRig) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_answer(door: HttpRig) -> None:
     fields: dict[str, Any] = {
         "include": ["message.output_text.logprobs"],
         "top_logprobs": 2,
@@ -459,7 +457,7 @@ def test_logprobs_come_with_the_text_and_are_those_of_the_whole(door: HttpRig) -
     assert all(len(row["top_logprobs"]) == 2 for row in rows)
 
 
-def test_a_client_that_leaves_ends_its_turn(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_disconnect_ends_the_turn(door: HttpRig, client: openai.OpenAI) -> None:
     stream = client.responses.create(input="Count.", stream=True, **LONG)
     for event in stream:
         if event.type == "response.output_text.delta":
@@ -480,7 +478,7 @@ def test_errors_have_openais_shape(door: HttpRig) -> None:
     assert (streamed.status, streamed.error["param"]) == (400, "stream")
 
 
-def test_a_response_that_is_not_stored_leaves_nothing(door: HttpRig, client: openai.OpenAI) -> None:
+def test_an_unstored_response_stores_nothing(door: HttpRig, client: openai.OpenAI) -> None:
     whole = respond(door, "SECRET-plan", store=False, seed=3)
     assert whole.status == 200
     with pytest.raises(openai.NotFoundError):
@@ -494,7 +492,7 @@ def test_a_response_that_is_not_stored_leaves_nothing(door: HttpRig, client: ope
     assert b"SECRET-plan" not in raw(door)
 
 
-def test_a_response_that_is_not_stored_goes_on_from_one_that_is(door: HttpRig) -> None:
+def test_an_unstored_response_can_continue_a_stored_one(door: HttpRig) -> None:
     first = respond(door, "My name is Ann.", instructions="Be brief.")
     fields: dict[str, Any] = {
         "instructions": "Be brief.",
@@ -507,7 +505,7 @@ def test_a_response_that_is_not_stored_goes_on_from_one_that_is(door: HttpRig) -
     assert len(contents(door, first)) == len(contents(door, stored))
 
 
-def test_a_tenant_goes_on_from_its_own_responses_and_sees_no_others(tmp_path: Path) -> None:
+def test_a_tenant_can_continue_only_its_own_responses(tmp_path: Path) -> None:
     names = ("ada", "bob")
     tokens = [Token(hashlib.sha256(name.encode()).digest(), name) for name in names]
     ada, bob = ({"authorization": f"Bearer {name}"} for name in names)

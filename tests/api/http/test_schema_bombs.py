@@ -181,7 +181,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
         yield found
 
 
-def test_each_is_answered_or_refused_by_its_name_while_a_chat_goes_on(rig: HttpRig) -> None:
+def test_hostile_schemas_are_answered_or_refused_while_a_chat_continues(rig: HttpRig) -> None:
     statuses: dict[str, int] = {}
     with Chatting(rig) as chatting:
         for name, path, body in bombs():
@@ -207,7 +207,7 @@ def test_each_is_answered_or_refused_by_its_name_while_a_chat_goes_on(rig: HttpR
             assert f"{name} in {place}" not in refused
 
 
-def test_bodies_that_are_nested_too_deeply_are_no_json(rig: HttpRig) -> None:
+def test_too_deeply_nested_bodies_are_refused(rig: HttpRig) -> None:
     for depth in (1_000, 200_000):
         schema = '{"a":' * depth + "1" + "}" * depth
         body = f'{{"model": "{MODEL}", "messages": [], "response_format": {schema}}}'
@@ -217,7 +217,7 @@ def test_bodies_that_are_nested_too_deeply_are_no_json(rig: HttpRig) -> None:
     assert rig.chat("Still there?").status == 200
 
 
-def test_many_new_ones_at_once_are_all_answered(rig: HttpRig) -> None:
+def test_many_new_schemas_at_once_are_all_answered(rig: HttpRig) -> None:
     """All schemas differ, so each is compiled in the service and in the engine."""
     found: list[int] = []
 

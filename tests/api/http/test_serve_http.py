@@ -1,4 +1,4 @@
-"""`pensieve serve` as an operator starts it: the flags of HTTP, and health while it drains."""
+"""`pensieve serve` as an operator starts it: HTTP flags, and health while draining."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     return found
 
 
-def test_the_flags_of_http_and_health_while_a_turn_ends(tmp_path: Path) -> None:
+def test_http_flags_and_readiness_while_draining(tmp_path: Path) -> None:
     port = free_port()
     flags = ("--http", str(port), *FLAGS, "--drain-timeout", "60")
     process = ServeProcess(tmp_path / "data", *flags, engine="echo:0.01")

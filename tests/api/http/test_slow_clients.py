@@ -84,7 +84,7 @@ def drip(sockets: list[socket.socket], pieces: Iterator[bytes]) -> list[socket.s
     return left
 
 
-def test_slow_heads_and_bodies_are_closed_while_a_stream_goes_on(rig: HttpRig) -> None:
+def test_slow_heads_and_bodies_are_cut_off_while_a_stream_continues(rig: HttpRig) -> None:
     streaming = Streaming(rig, 1500)
     heads = [connected(rig) for _ in range(NUM_SLOW)]
     bodies = [connected(rig) for _ in range(NUM_SLOW)]
@@ -106,7 +106,7 @@ def test_slow_heads_and_bodies_are_closed_while_a_stream_goes_on(rig: HttpRig) -
     def all_closed() -> bool:
         nonlocal num_served
         left[:] = [drip(each, pieces) for each, pieces in zip(left, drips, strict=True)]
-        assert rig.chat("Meanwhile").status == 200, "short bodies are not behind the slow ones"
+        assert rig.chat("Meanwhile").status == 200, "a short body waited for slow ones"
         num_served += 1
         return not any(left)
 
@@ -119,7 +119,7 @@ def test_slow_heads_and_bodies_are_closed_while_a_stream_goes_on(rig: HttpRig) -
         sock.close()
 
 
-def test_what_a_slow_body_is_told(rig: HttpRig) -> None:
+def test_a_slow_body_gets_408(rig: HttpRig) -> None:
     with connected(rig) as sock:
         sock.sendall(head(rig, "POST", CHAT, "content-length: 1000") + b"{")
         answer = received(sock)
@@ -127,7 +127,7 @@ def test_what_a_slow_body_is_told(rig: HttpRig) -> None:
     assert b'"code":"timeout"' in answer
 
 
-def test_long_bodies_take_turns_and_short_ones_do_not_wait_for_them(rig: HttpRig) -> None:
+def test_short_bodies_do_not_wait_behind_slow_long_bodies(rig: HttpRig) -> None:
     begun = exchange_module.SHORT_BODY_BYTES + 1000
     long = [connected(rig) for _ in range(2 * RECEIVING_MAX)]
     for sock in long:
@@ -139,7 +139,7 @@ def test_long_bodies_take_turns_and_short_ones_do_not_wait_for_them(rig: HttpRig
         sock.close()
 
 
-def test_clients_that_take_nothing_are_cut_off_while_a_stream_goes_on(rig: HttpRig) -> None:
+def test_clients_that_read_nothing_are_cut_off_while_a_stream_continues(rig: HttpRig) -> None:
     streaming = Streaming(rig, 1500)
     host, _, port = rig.address.rpartition(":")
     stalled = []
@@ -158,7 +158,7 @@ def test_clients_that_take_nothing_are_cut_off_while_a_stream_goes_on(rig: HttpR
     wait_for(lambda: rig.rig.num_live == 0)
 
 
-def test_a_flood_of_connections_is_taken_in_little_by_little(rig: HttpRig) -> None:
+def test_a_flood_of_connections_is_accepted_a_few_at_a_time(rig: HttpRig) -> None:
     """The event loop accepts at most a few per step, so that running streams continue."""
     listener: Any
     (listener,) = rig.rig.server.other_listeners
@@ -190,7 +190,7 @@ def test_a_flood_of_connections_is_taken_in_little_by_little(rig: HttpRig) -> No
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, CONNECTIONS_MAX, None),
     ],
 )
-def test_there_are_as_many_connections_as_open_files_allow(
+def test_the_connection_limit_follows_the_open_file_limit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     soft: int,
@@ -206,7 +206,7 @@ def test_there_are_as_many_connections_as_open_files_allow(
     assert ("ulimit -n" in caplog.text) == (most < CONNECTIONS_MAX)
 
 
-def test_an_idle_connection_costs_little_and_is_closed_in_the_end(
+def test_idle_connections_block_no_request_and_are_closed(
     rig: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)

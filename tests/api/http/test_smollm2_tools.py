@@ -72,7 +72,7 @@ def test_a_required_or_named_call_is_made_and_its_result_answered(
     assert not answered.message.tool_calls
 
 
-def test_auto_is_text_or_valid_calls(client: openai.OpenAI, model: str) -> None:
+def test_auto_tool_choice_gives_text_or_valid_calls(client: openai.OpenAI, model: str) -> None:
     messages: list[Any] = [QUESTION]
     found = client.chat.completions.create(
         model=model, messages=messages, tool_choice="auto", **{**ASK, "max_tokens": 120}

@@ -51,7 +51,7 @@ def num_conversations(rig: HttpRig) -> int:
     return len(answer.value["conversations"])
 
 
-def test_litellm_sends_back_what_it_added_to_a_message(rig: HttpRig, says: Any) -> None:
+def test_a_reply_with_litellms_added_fields_still_matches(rig: HttpRig, says: Any) -> None:
     says(REPLY + LOOK, "Done.")
     tools = [{"type": "function", "function": FUNCTION}]
     path, messages = "/v1/chat/completions", [HELLO]
@@ -68,7 +68,7 @@ def test_litellm_sends_back_what_it_added_to_a_message(rig: HttpRig, says: Any) 
     assert second.headers["x-pensieve-recomputed-tokens"] == "0"
 
 
-def test_a_developers_message_is_the_systems_where_the_template_knows_none(
+def test_developer_messages_become_system_messages_without_a_developer_role(
     rig: HttpRig, says: Any
 ) -> None:
     path, counts = "/v1/chat/completions", []
@@ -82,7 +82,7 @@ def test_a_developers_message_is_the_systems_where_the_template_knows_none(
     assert post(rig, "/v1/responses", input=items).value["usage"]["input_tokens"] == counts[0]
 
 
-def test_thinking_is_signed_so_that_it_comes_back_as_thinking(rig: HttpRig, says: Any) -> None:
+def test_thinking_blocks_have_a_signature_and_match_when_sent_back(rig: HttpRig, says: Any) -> None:
     """Without a signature, Pydantic AI sends thinking back as text. That would be another history."""
     given: dict[str, Any] = {"max_tokens": 100}
     messages = [HELLO]
@@ -108,7 +108,9 @@ def test_thinking_is_signed_so_that_it_comes_back_as_thinking(rig: HttpRig, says
     assert again.headers["x-pensieve-known-messages"] == "2"
 
 
-def test_anthropics_tool_runner_goes_on_without_a_thread(rig: HttpRig, says: Any) -> None:
+def test_unsupported_threads_get_the_error_that_anthropics_tool_runner_expects(
+    rig: HttpRig, says: Any
+) -> None:
     body: dict[str, Any] = {"model": "model", "max_tokens": 100, "messages": [HELLO]}
     refused = rig.ask("POST", "/v1/messages", {**body, "thread": {"type": "create"}})
     assert refused.status == 400
@@ -118,7 +120,7 @@ def test_anthropics_tool_runner_goes_on_without_a_thread(rig: HttpRig, says: Any
     assert post(rig, "/v1/messages", **{**body, "thread": None}).value["stop_reason"] == "end_turn"
 
 
-def test_a_task_of_open_webui_leaves_no_conversation(rig: HttpRig, says: Any) -> None:
+def test_open_webui_tasks_are_not_stored(rig: HttpRig, says: Any) -> None:
     """Open WebUI sends the header `X-OpenWebUI-Task: {{TASK}}`, which is empty for chats."""
     path, chat = "/v1/chat/completions", {"x-openwebui-chat-id": "c1"}
     says("Hello you.", '{"title": "Greetings"}')
@@ -137,7 +139,7 @@ def test_a_task_of_open_webui_leaves_no_conversation(rig: HttpRig, says: Any) ->
     assert again.headers["x-pensieve-bound"] == "appended"
 
 
-def test_a_response_that_brings_its_history_goes_on_with_its_conversation(
+def test_a_response_with_the_full_history_continues_its_conversation(
     rig: HttpRig, says: Any
 ) -> None:
     """OpenAI's Agents SDK does this by default."""
@@ -173,7 +175,7 @@ def test_a_response_that_brings_its_history_goes_on_with_its_conversation(
     assert rig.ask("GET", f"/v1/conversations/{name}").status == 404
 
 
-def test_sessions_keep_responses_apart(rig: HttpRig, says: Any) -> None:
+def test_a_response_history_from_another_session_is_forked(rig: HttpRig, says: Any) -> None:
     path = "/v1/responses"
     says("Yes.", "No.", "No.", "No.")
     first = post(rig, path, {"x-session-id": "red"}, input=[HELLO])
@@ -187,7 +189,7 @@ def test_sessions_keep_responses_apart(rig: HttpRig, says: Any) -> None:
         assert answer.headers["x-pensieve-bound"] == how
 
 
-def test_fields_without_effect_are_named_in_a_header(rig: HttpRig, says: Any) -> None:
+def test_ignored_fields_are_named_in_a_header(rig: HttpRig, says: Any) -> None:
     """Open WebUI sends `keep_alive` of its settings to every server, and LM Studio's clients `ttl`."""
     says("Yes.", "Yes.", "Yes.")
     path = "/v1/chat/completions"

@@ -46,7 +46,7 @@ def test_each_cached_token_has_one_source(
     assert found["external_prefix_cache_queries_total"] == [((), 5 + host)]
 
 
-def test_no_counter_of_sources_falls() -> None:
+def test_source_counters_never_decrease() -> None:
     meter = Meter()
     meter.took([ended(1, device_tokens=50)], lambda number: None)
     before = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
@@ -55,7 +55,7 @@ def test_no_counter_of_sources_falls() -> None:
     assert (before["device"], after) == (50, {"device": 50, "host": 0, "shared": 100})
 
 
-def test_what_is_recomputed_has_the_reason_of_its_turn() -> None:
+def test_recomputed_tokens_are_counted_by_the_reason_of_their_turn() -> None:
     live = {
         number: LiveTurn(number, "c", 0, 1, attempt_id=number, recompute_reason=reason)
         for number, reason in ((1, "dropped"), (2, "engine_restarted"), (3, "dropped"))

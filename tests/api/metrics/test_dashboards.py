@@ -52,7 +52,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
 
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()))
-def test_an_expression_names_what_a_scrape_has(
+def test_expressions_use_only_metrics_and_labels_of_a_scrape(
     scraped: Scraped, where: str, expression: str
 ) -> None:
     found = named(expression)
@@ -69,7 +69,7 @@ def test_an_expression_names_what_a_scrape_has(
     assert found.labels <= labels | OF_PROMETHEUS, f"{where}: {found.labels - labels}"
 
 
-def test_each_metric_of_a_counter_or_histogram_is_asked_for_as_one() -> None:
+def test_expressions_rate_counters_and_histograms_but_no_gauges() -> None:
     """A rate of a gauge, or a counter without a rate, is a mistake that still shows a curve."""
     kinds = {f"pensieve_{each.name}": each.kind.value for each in FAMILIES}
     for where, expression in expressions():
@@ -80,7 +80,7 @@ def test_each_metric_of_a_counter_or_histogram_is_asked_for_as_one() -> None:
                 assert rated == is_counted, f"{where}: {match[0]}"
 
 
-def test_the_words_of_an_expression_are_told_apart() -> None:
+def test_promql_metrics_and_labels_are_found() -> None:
     assert named(
         'sum by (le, a) (rate(x_total{b="y{", c!~"z"}[5m])) / w > 0.5 and on (d) deriv(v[1h])'
     ) == (Named(frozenset({"x_total", "w", "v"}), frozenset({"le", "a", "b", "c", "d"})))
@@ -89,7 +89,7 @@ def test_the_words_of_an_expression_are_told_apart() -> None:
         named("rat(x)")
 
 
-def test_the_panels_have_ids_places_and_words() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids)) > 40
     taken: set[tuple[int, int]] = set()
@@ -133,7 +133,7 @@ def test_each_alert_has_a_name_a_severity_and_a_summary() -> None:
         assert used <= kept, rule["alert"]
 
 
-def test_the_dashboard_filters_by_replica_and_fits_a_daemon_without_a_name(
+def test_the_dashboard_filters_by_replica_and_includes_unnamed_daemons(
     scraped: Scraped,
 ) -> None:
     of_all = {frozenset(dict(labels)) & OF_ALL for _, labels in scraped.samples}

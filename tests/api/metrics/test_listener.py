@@ -63,7 +63,7 @@ def get(rig: DaemonRig, path: str, more: str = "") -> tuple[int, dict[str, str],
     return ask(rig, GET.format(path, more))
 
 
-def test_prometheus_reads_what_it_answers(rig: DaemonRig) -> None:
+def test_prometheus_can_read_the_metrics(rig: DaemonRig) -> None:
     rig.ask("a", "one")
     status, headers, text = get(rig, "/metrics")
     assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -71,7 +71,7 @@ def test_prometheus_reads_what_it_answers(rig: DaemonRig) -> None:
     assert get(rig, "/metrics?from=here")[0] == 200
 
 
-def test_health_is_that_of_the_daemon(rig: DaemonRig) -> None:
+def test_health_reports_whether_the_daemon_serves(rig: DaemonRig) -> None:
     assert get(rig, "/health")[::2] == (200, "serving\n")
     rig.daemon.draining = True
     assert get(rig, "/health")[::2] == (503, "not serving\n")
@@ -117,7 +117,7 @@ def test_silent_clients_are_disconnected_and_too_many_clients_are_refused(
     assert get(rig, "/metrics")[0] == 200
 
 
-def test_a_client_that_leaves_harms_nobody(rig: DaemonRig) -> None:
+def test_a_disconnect_during_a_request_breaks_nothing(rig: DaemonRig) -> None:
     for text in (b"", b"GET /met", GET.format("/metrics", "").encode()):
         with connect(rig) as connection:
             connection.sendall(text)
@@ -150,7 +150,7 @@ def test_other_machines_need_an_operators_token(tmp_path: Path) -> None:
     assert refused[0]["peer"].startswith("ipv4:127.0.0.1:")
 
 
-def test_on_this_machine_none_is_needed(tmp_path: Path) -> None:
+def test_local_scrapes_need_no_token(tmp_path: Path) -> None:
     _, token = made("", admin=True)
     with daemon(tmp_path / "data", tokens=(token,)) as rig:
         assert get(rig, "/metrics")[0] == 200
@@ -163,12 +163,12 @@ def test_other_machines_can_connect_only_with_insecure(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["9100", "127.0.0.1:", "127.0.0.1:99999", "unix:x", ":9100"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_metrics_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"--metrics .* is not HOST:PORT"):
         Server(None, Listening(metrics=address))  # type: ignore[arg-type]
 
 
-def test_a_port_that_is_taken_is_an_error_and_the_daemon_does_not_start(tmp_path: Path) -> None:
+def test_the_daemon_does_not_start_if_the_metrics_port_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         rig = DaemonRig(tmp_path / "data", listening=Listening("", metrics=address))
@@ -180,7 +180,9 @@ def test_a_port_that_is_taken_is_an_error_and_the_daemon_does_not_start(tmp_path
         rig._loop.close()
 
 
-def test_admin_metrics_prints_the_same(rig: DaemonRig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_admin_metrics_prints_the_same_metrics(
+    rig: DaemonRig, capsys: pytest.CaptureFixture[str]
+) -> None:
     from pensieve.cli.main import main
 
     data = rig._arguments[0]

@@ -55,7 +55,7 @@ def stats(rig: DaemonRig) -> Any:
     return rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats
 
 
-def test_counters_are_what_the_turns_and_the_statistics_say(rig: DaemonRig) -> None:
+def test_counters_agree_with_turns_and_statistics(rig: DaemonRig) -> None:
     at_first = scrape(rig).get("pensieve_store_commit_seconds_count")
     commits = stats(rig).service.commits
     usages = [
@@ -98,7 +98,7 @@ def test_counters_are_what_the_turns_and_the_statistics_say(rig: DaemonRig) -> N
     assert committed == told.service.commits - commits >= 12  # one beginning and one end per turn
 
 
-def test_gauges_are_what_the_daemon_holds(rig: DaemonRig) -> None:
+def test_gauges_agree_with_the_daemons_state(rig: DaemonRig) -> None:
     rig.ask("a", "one", sampling=SHORT)
     stream = rig.send("b", "two", sampling=ENDLESS)
     next(stream)
@@ -126,7 +126,7 @@ def test_gauges_are_what_the_daemon_holds(rig: DaemonRig) -> None:
     stream.cancel()
 
 
-def test_what_was_refused_and_what_was_cancelled_is_counted(rig: DaemonRig) -> None:
+def test_refused_and_cancelled_turns_are_counted(rig: DaemonRig) -> None:
     stream = rig.send("a", "one", sampling=ENDLESS)
     next(stream)
     with pytest.raises(grpc.RpcError, match="may run 1 turns at once"):
@@ -145,7 +145,7 @@ def test_what_was_refused_and_what_was_cancelled_is_counted(rig: DaemonRig) -> N
     assert found.get("pensieve_request_success_total", finished_reason="abort") == 1
 
 
-def test_counters_never_fall_not_even_when_the_engine_dies(rig: DaemonRig) -> None:
+def test_counters_never_decrease_when_the_engine_restarts(rig: DaemonRig) -> None:
     engine_own = {
         "kv_copy",
         "kv_chunks",
@@ -197,7 +197,7 @@ def test_if_the_engine_does_not_answer_only_its_metrics_are_missing(
     assert "cached" not in found.by("pensieve_conversations", "state")
 
 
-def test_the_table_of_the_docs_names_what_a_scrape_has(rig: DaemonRig) -> None:
+def test_the_documented_metrics_equal_those_of_a_scrape(rig: DaemonRig) -> None:
     rig.ask("a", "one", sampling=SHORT)
     found = scrape(rig)
     text = PAGE.read_text(encoding="utf-8")
@@ -213,7 +213,7 @@ def test_the_table_of_the_docs_names_what_a_scrape_has(rig: DaemonRig) -> None:
     assert Counter(types) == Counter(told.keys())
 
 
-def test_the_operator_reads_the_same_over_grpc(rig: DaemonRig) -> None:
+def test_only_the_operator_gets_the_metrics_over_grpc(rig: DaemonRig) -> None:
     rig.ask("a", "one", sampling=SHORT)
     found = Scraped(rig.admin.GetMetrics(admin_pb2.GetMetricsRequest()).text)
     assert found.get("pensieve_generation_tokens_total") == 5
@@ -223,7 +223,7 @@ def test_the_operator_reads_the_same_over_grpc(rig: DaemonRig) -> None:
     assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_a_scrape_takes_no_step_more_where_there_are_more_conversations(rig: DaemonRig) -> None:
+def test_the_cost_of_a_scrape_does_not_grow_with_conversations(rig: DaemonRig) -> None:
     """Count calls of our own functions in the event loop's thread."""
 
     async def num_calls() -> int:

@@ -19,7 +19,7 @@ from pensieve.engine.distributions import Histogram
 ODD = 'a "b" \\ c\nd'
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_prometheus_parses_the_exposition_format() -> None:
     histogram = Histogram((0.5, 1, 2.5))
     histogram.add(1.0, 2)
     histogram.add(7)

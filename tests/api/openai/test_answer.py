@@ -68,7 +68,7 @@ def test_a_chat_completion() -> None:
     }
 
 
-def test_choices_share_a_prompt() -> None:
+def test_several_choices_count_the_prompt_once() -> None:
     body = answer(chat(n=2), [HELLO, CUT], PROMPT, HEADING)
     assert [each["index"] for each in body["choices"]] == [0, 1]
     assert [each["finish_reason"] for each in body["choices"]] == ["stop", "length"]
@@ -163,14 +163,14 @@ def test_a_response() -> None:
     }
 
 
-def test_a_response_that_was_cut_is_incomplete() -> None:
+def test_a_truncated_response_is_incomplete() -> None:
     body = answer(response(), [CUT], PROMPT, HEADING)
     assert body["status"] == body["output"][0]["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["max_output_tokens"] is None
 
 
-def test_thinking_is_told_from_the_text(tokenizer: Tokenizer) -> None:
+def test_thinking_is_separated_from_the_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>\nI think.\n</think>\n\nHello<|im_end|>")
     body = answer(chat(), [reply], PROMPT, HEADING)
     assert body["choices"][0]["message"] == {
@@ -187,7 +187,7 @@ def test_thinking_is_told_from_the_text(tokenizer: Tokenizer) -> None:
     assert items[1]["content"][0]["text"] == "Hello"
 
 
-def test_a_reply_that_ended_while_it_thought_has_no_text(tokenizer: Tokenizer) -> None:
+def test_a_reply_cut_during_thinking_has_no_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>\nI think", LENGTH)
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("", "I think")
@@ -195,13 +195,13 @@ def test_a_reply_that_ended_while_it_thought_has_no_text(tokenizer: Tokenizer) -
     assert [(each["type"], each["status"]) for each in items] == [("reasoning", "incomplete")]
 
 
-def test_every_run_of_thinking_counts(tokenizer: Tokenizer) -> None:
+def test_several_thinking_blocks_are_joined(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>one</think>and<think>two</think>done")
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("anddone", "one\n\ntwo")
 
 
-def test_a_prompt_opens_the_thinking_of_some_models() -> None:
+def test_thinking_may_be_opened_by_the_prompt() -> None:
     reply = ReplyTokens(
         [1, 2, 3], ["why", "</think>", "so"], STOP, [Part.THINKING] * 2 + [Part.TEXT]
     )
@@ -209,12 +209,12 @@ def test_a_prompt_opens_the_thinking_of_some_models() -> None:
     assert (message["content"], message["reasoning_content"]) == ("so", "why")
 
 
-def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
+def test_leading_white_space_is_kept_if_there_is_no_thinking() -> None:
     reply = ReplyTokens([1], [" Hello "], STOP, [Part.TEXT])
     assert answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]["content"] == " Hello "
 
 
-def test_tool_calls_stay_text_where_the_request_has_no_tools(tokenizer: Tokenizer) -> None:
+def test_tool_calls_stay_text_if_the_request_has_no_tools(tokenizer: Tokenizer) -> None:
     text = '<tool_call>\n{"name": "f"}\n</tool_call>'
     reply = sampled(tokenizer, f"A moment.{text}<|im_end|>")
     style = style_of(template_of(QWEN_3))
@@ -223,13 +223,13 @@ def test_tool_calls_stay_text_where_the_request_has_no_tools(tokenizer: Tokenize
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_completion_has_no_parts(tokenizer: Tokenizer) -> None:
+def test_a_text_completion_keeps_thinking_in_its_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>one</think>two")
     body = answer(completion(), [reply], PROMPT, HEADING)
     assert body["choices"][0]["text"] == "<think>one</think>two"
 
 
-def test_logprobs_of_a_chat_are_those_of_its_text(tokenizer: Tokenizer) -> None:
+def test_chat_logprobs_cover_only_the_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>a</think>Grüße 😀<|im_end|>")
     request = chat(logprobs=True, top_logprobs=2)
     body = answer(request, [reply], PROMPT, HEADING, tokenizer)
@@ -244,7 +244,7 @@ def test_logprobs_of_a_chat_are_those_of_its_text(tokenizer: Tokenizer) -> None:
     one_line(body)  # JSON does not allow infinity
 
 
-def test_logprobs_of_a_response_lie_in_its_text(tokenizer: Tokenizer) -> None:
+def test_response_logprobs_are_in_the_text_part(tokenizer: Tokenizer) -> None:
     request = response(include=["message.output_text.logprobs"], top_logprobs=1)
     body = answer(request, [sampled(tokenizer, "Hello")], PROMPT, HEADING, tokenizer)
     tokens = body["output"][0]["content"][0]["logprobs"]
@@ -252,7 +252,7 @@ def test_logprobs_of_a_response_lie_in_its_text(tokenizer: Tokenizer) -> None:
     assert body["top_logprobs"] == 1
 
 
-def test_logprobs_of_a_completion_are_columns(tokenizer: Tokenizer) -> None:
+def test_completion_logprobs_are_parallel_lists(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "Hello there<|im_end|>")
     body = answer(completion(logprobs=1), [reply], PROMPT, HEADING, tokenizer)
     found = body["choices"][0]["logprobs"]
@@ -264,7 +264,7 @@ def test_logprobs_of_a_completion_are_columns(tokenizer: Tokenizer) -> None:
         offset += len(token)
 
 
-def test_logprobs_have_the_first_space_only_where_the_text_has_it() -> None:
+def test_logprobs_start_with_a_space_only_if_the_text_does() -> None:
     """A message begins without the space that its decoder drops. A completion continues the prompt."""
     tokenizer = Tokenizer(sentencepiece_library().to_str())
     ids = tokenizer.encode_text("Hello the")
@@ -277,7 +277,7 @@ def test_logprobs_have_the_first_space_only_where_the_text_has_it() -> None:
     assert "".join(body["choices"][0]["logprobs"]["tokens"]) == " Hello the"
 
 
-def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
+def test_a_padding_id_of_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     rows = [(-1.0, (Logprob(tokenizer.vocab_size + 5, -2.0),))]
     reply = ReplyTokens(tokenizer.encode_text("a"), ["a"], STOP, [Part.TEXT], rows)
     body = answer(chat(logprobs=True, top_logprobs=1), [reply], PROMPT, HEADING, tokenizer)
@@ -285,7 +285,7 @@ def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer: Tokenizer) -
     assert top == [{"token": "", "logprob": -2.0, "bytes": []}]
 
 
-def test_what_did_not_end_by_itself_is_no_answer() -> None:
+def test_a_cancelled_or_missing_reply_gives_no_answer() -> None:
     cancelled = ReplyTokens([1], ["a"], FinishReason.CANCELLED, [Part.TEXT])
     with pytest.raises(AssertionError):
         answer(chat(), [cancelled], PROMPT, HEADING)
@@ -293,7 +293,7 @@ def test_what_did_not_end_by_itself_is_no_answer() -> None:
         answer(chat(n=2), [HELLO], PROMPT, HEADING)
 
 
-def test_an_answer_that_is_sent_back_is_understood(tokenizer: Tokenizer) -> None:
+def test_an_answer_is_valid_in_the_next_requests_history(tokenizer: Tokenizer) -> None:
     """The whole answer is valid in the history of the next request."""
     reply = sampled(tokenizer, "<think>why</think>so<|im_end|>")
     came_back = (Message("user", "hi"), Message("assistant", "so", "why"))

@@ -134,24 +134,26 @@ def check(request: ParsedRequest) -> None:
 
 @settings(max_examples=100 * SCALE)
 @given(KINDS, JSON)
-def test_any_json(kind: RequestKind, body: Any) -> None:
+def test_any_json_body_is_parsed_or_refused(kind: RequestKind, body: Any) -> None:
     parsed(kind, body)
 
 
 @settings(max_examples=100 * SCALE)
 @given(KINDS, st.dictionaries(st.sampled_from(sorted(set().union(*WHOLE.values()))), JSON))
-def test_any_values_of_parameters(kind: RequestKind, members: dict[str, Any]) -> None:
+def test_any_parameter_values_are_parsed_or_refused(
+    kind: RequestKind, members: dict[str, Any]
+) -> None:
     parsed(kind, WHOLE[kind] | members)
 
 
 @settings(max_examples=100 * SCALE)
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_line(text: bytes) -> None:
+def test_any_batch_line_is_parsed_or_refused(text: bytes) -> None:
     found = read_line(1, text, SERVED)
     assert found is None or isinstance(found, BatchLine | LineError)
 
 
-def test_the_whole_bodies_are_accepted() -> None:
+def test_the_unmodified_bodies_are_accepted() -> None:
     for kind, body in WHOLE.items():
         assert parsed(kind, body) is not None, kind
 
@@ -167,7 +169,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_odd_values_anywhere() -> None:
+def test_bodies_with_odd_values_are_parsed_or_refused() -> None:
     rng = random.Random(SEED)
     print(f"seed {SEED}")
     odd = [*ODD, nested(40), nested(2_000)]
@@ -186,7 +188,7 @@ def test_odd_values_anywhere() -> None:
     assert NUM_ODD_BODIES // 50 < accepted < NUM_ODD_BODIES // 2
 
 
-def test_a_value_of_one_parameter_is_bounded() -> None:
+def test_a_huge_or_deep_parameter_value_is_refused() -> None:
     body = WHOLE[RequestKind.CHAT]
     for value in ([0] * 16_384, {str(n): 0 for n in range(16_384)}, nested(64), nested(500_000)):
         assert parsed(RequestKind.CHAT, body | {"metadata": value}) is None

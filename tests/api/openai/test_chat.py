@@ -26,7 +26,7 @@ def of_message(**members: Any) -> tuple[str, str]:
     return refused(messages, USER, members)
 
 
-def test_messages_become_those_of_the_template() -> None:
+def test_messages_become_template_messages() -> None:
     assert messages(
         {"role": "system", "content": "Be brief."},
         {"role": "developer", "content": "Be kind."},
@@ -44,13 +44,13 @@ def test_messages_become_those_of_the_template() -> None:
     )
 
 
-def test_text_parts_become_lines() -> None:
+def test_text_parts_are_joined_as_lines() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert messages({"role": "user", "content": parts}) == (Message("user", "one\ntwo"),)
     assert messages({"role": "user", "content": []}) == (Message("user", ""),)
 
 
-def test_a_message_that_an_sdk_sends_back_as_it_came_is_understood() -> None:
+def test_a_reply_message_of_an_sdk_is_accepted_in_the_history() -> None:
     returned: dict[str, Any] = {
         "role": "assistant",
         "content": "hello",
@@ -104,7 +104,7 @@ def test_a_message_that_an_sdk_sends_back_as_it_came_is_understood() -> None:
         ),
     ],
 )
-def test_a_message_that_cannot_be_is_refused_by_its_path(
+def test_invalid_messages_are_refused_with_their_path(
     message: Any, param: str, problem: str
 ) -> None:
     assert of_message(**message) == (param, problem)
@@ -114,7 +114,7 @@ def call(**members: Any) -> tuple[str, str]:
     return of_message(role="assistant", tool_calls=[CALL | members])
 
 
-def test_a_tool_call_that_cannot_be_is_refused_by_its_path() -> None:
+def test_invalid_tool_calls_are_refused_with_their_path() -> None:
     where = "messages[1].tool_calls[0]"
     assert call(id=None) == (f"{where}.id", "is required")
     assert call(type="custom") == (f"{where}.type", "only 'function' is supported")
@@ -136,12 +136,12 @@ def test_a_tool_call_that_cannot_be_is_refused_by_its_path() -> None:
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply"),
     ],
 )
-def test_arguments_are_json_within_bounds(arguments: str, problem: str) -> None:
+def test_invalid_tool_call_arguments_are_refused(arguments: str, problem: str) -> None:
     found = call(function={"name": "f", "arguments": arguments})
     assert found == ("messages[1].tool_calls[0].function.arguments", problem)
 
 
-def test_a_call_without_arguments_has_none() -> None:
+def test_empty_tool_call_arguments_are_accepted() -> None:
     given = CALL | {"function": {"name": "f", "arguments": ""}}
     found = messages(USER, {"role": "assistant", "tool_calls": [given]})
     assert found[1].tool_calls == (ToolCall("f", {}, "c1"),)
@@ -162,7 +162,7 @@ def test_text_that_utf_8_cannot_express_is_refused() -> None:
     assert refused(chat, **{half: 1})[0] == "body"
 
 
-def test_tools_come_as_they_are() -> None:
+def test_tools_are_passed_on_unchanged() -> None:
     assert chat(tools=[TOOL]).tools == (TOOL,)
     assert chat(tools=[TOOL], tool_choice="auto", parallel_tool_calls=True).tools == (TOOL,)
     plain = {"type": "function", "function": {"name": "f"}}
@@ -170,7 +170,7 @@ def test_tools_come_as_they_are() -> None:
     assert chat(tools=[plain, strict]).tools == (plain, plain)
 
 
-def test_tools_that_may_not_be_called_are_not_shown() -> None:
+def test_tool_choice_none_hides_the_tools() -> None:
     assert chat(tools=[TOOL], tool_choice="none").tools == ()
 
 
@@ -196,11 +196,11 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
         ({"tools": TOOL}, "tools"),
     ],
 )
-def test_a_tool_that_cannot_be_honoured_is_refused_by_its_path(members: Any, param: str) -> None:
+def test_unsupported_tools_are_refused_with_their_path(members: Any, param: str) -> None:
     assert refused(chat, **members)[0] == param
 
 
-def test_choices_are_counted() -> None:
+def test_n_must_lie_in_1_to_16() -> None:
     assert chat().num_choices == 1
     assert chat(n=16).num_choices == 16
     for n in (0, 17, -1):
@@ -229,11 +229,11 @@ def test_choices_are_counted() -> None:
         ({"x" * 5000: 0}, "'" + "x" * 80 + "...'"),
     ],
 )
-def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str) -> None:
+def test_unsupported_fields_are_refused(members: Any, param: str) -> None:
     assert refused(chat, **members)[0] == param
 
 
-def test_what_changes_nothing_passes() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     request = chat(
         user="ada",
         metadata={"a": "b"},
@@ -258,13 +258,13 @@ def test_what_changes_nothing_passes() -> None:
         {"chat_id": "c", "session_id": "s"},
     ],
 )
-def test_fields_of_other_servers_clients_are_ignored_and_named(members: Any) -> None:
+def test_fields_of_other_servers_are_reported_as_ignored(members: Any) -> None:
     request = chat(**members)
     assert set(request.ignored) == set(members)
     assert replace(request, ignored=()) == replace(chat(), ignored=())
 
 
-def test_values_that_other_servers_have_by_default_pass() -> None:
+def test_default_values_of_other_servers_are_accepted() -> None:
     neutral = {"skip_special_tokens": True, "use_beam_search": False, "length_penalty": 1.0}
     assert chat(**neutral, echo=False, mirostat=0) == chat()
     marked = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
@@ -276,7 +276,7 @@ def test_ollamas_tag_is_dropped() -> None:
     assert code_of(chat, model="tiny:8b") == "model_not_found"
 
 
-def test_the_last_message_is_continued_if_the_client_says_so() -> None:
+def test_the_last_message_is_continued_on_request() -> None:
     begun = {"role": "assistant", "content": "Once"}
     messages = [USER, begun]
     assert chat(messages=messages).turn.messages[-1].content == "Once"
@@ -307,14 +307,14 @@ def test_replies_that_cannot_be_continued_are_refused(members: Any, param: str) 
     assert refused(chat, continue_final_message=True, **{**begun, **members})[0] == param
 
 
-def test_what_is_said_of_keeping_is_for_who_keeps() -> None:
+def test_store_and_prompt_cache_key_are_parsed() -> None:
     assert (chat().store, chat().prompt_cache_key) == (None, "")
     request = chat(store=False, prompt_cache_key="k")
     assert (request.store, request.prompt_cache_key) == (False, "k")
     assert refused(chat, store="no") == ("store", "must be true or false")
 
 
-def test_streams_are_read() -> None:
+def test_stream_fields_are_parsed() -> None:
     assert not chat(stream=False).stream
     assert chat(stream=True).stream
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
@@ -323,7 +323,7 @@ def test_streams_are_read() -> None:
     assert refused(chat, stream="yes") == ("stream", "must be true or false")
 
 
-def test_template_options_are_those_that_the_template_knows() -> None:
+def test_unknown_template_options_are_refused() -> None:
     options = {"enable_thinking": False}
     assert chat(chat_template_kwargs=options).turn.settings.template_options == options
     assert refused(chat, chat_template_kwargs={"mood": 1}) == (
@@ -332,7 +332,7 @@ def test_template_options_are_those_that_the_template_knows() -> None:
     )
 
 
-def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> None:
+def test_reasoning_effort_switches_thinking_if_the_template_knows_no_effort() -> None:
     assert chat(reasoning_effort="none").turn.settings.template_options == {
         "enable_thinking": False
     }
@@ -346,7 +346,7 @@ def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> No
     assert refused(chat, reasoning_effort="huge")[0] == "reasoning_effort"
 
 
-def test_an_effort_reaches_a_template_that_knows_it() -> None:
+def test_reasoning_effort_is_passed_to_a_template_that_knows_it() -> None:
     body = {"model": "tiny", "messages": [USER], "reasoning_effort": "high"}
     knows = SERVED._replace(template_options={"reasoning_effort"})
     options = parse(RequestKind.CHAT, body, knows).turn.settings.template_options
@@ -363,12 +363,12 @@ def test_a_model_that_is_not_served_is_refused() -> None:
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 5, True])
-def test_a_body_is_an_object(body: Any) -> None:
+def test_a_body_must_be_an_object(body: Any) -> None:
     with pytest.raises(InvalidArgument, match="body: must be a JSON object"):
         parse(RequestKind.CHAT, body, SERVED)
 
 
-def test_what_is_refused_later_goes_by_the_bodys_name() -> None:
+def test_later_errors_use_the_field_names_of_the_body() -> None:
     request = chat(max_tokens=5)
     assert request.param("role") == request.param("content") == "messages"
     assert request.param("template_options") == "chat_template_kwargs"

@@ -44,17 +44,17 @@ def test_a_list_of_one_prompt_is_that_prompt() -> None:
         (["\ud800"], "character 0 is half of a surrogate pair, which UTF-8 cannot express"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused(prompt: Any, problem: str) -> None:
+def test_invalid_prompts_are_refused(prompt: Any, problem: str) -> None:
     assert refused(completion, prompt=prompt) == ("prompt", problem)
 
 
-def test_token_ids_of_an_unknown_vocabulary_fit_the_largest() -> None:
+def test_token_ids_have_at_most_32_bits_if_the_vocabulary_is_unknown() -> None:
     served = SERVED._replace(vocab_size=None)
     body = {"model": "tiny", "prompt": [2**32 - 1]}
     assert parse(RequestKind.COMPLETION, body, served).prompt == (2**32 - 1,)
 
 
-def test_many_token_ids_are_no_problem() -> None:
+def test_a_prompt_of_100_000_token_ids_is_accepted() -> None:
     assert len(completion(prompt=[1] * 100_000).prompt or ()) == 100_000
 
 
@@ -71,16 +71,16 @@ def test_many_token_ids_are_no_problem() -> None:
         ({"messages": []}, "messages"),
     ],
 )
-def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str) -> None:
+def test_unsupported_fields_are_refused(members: Any, param: str) -> None:
     assert refused(completion, **members)[0] == param
     assert code_of(completion, **members) == "unsupported_parameter"
 
 
-def test_what_changes_nothing_passes() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     assert completion(echo=False, suffix="", best_of=1, user="ada") == completion()
     assert completion(best_of=3, n=3).num_choices == 3
 
 
-def test_what_is_refused_later_goes_by_the_bodys_name() -> None:
+def test_later_errors_use_the_field_names_of_the_body() -> None:
     assert completion().param("content") == "prompt"
     assert completion().param("logprobs") == "logprobs"

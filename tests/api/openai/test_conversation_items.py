@@ -24,7 +24,7 @@ def cutter() -> ReplyPieces:
     return ReplyPieces(STYLES["hermes"], TOOLS)
 
 
-def test_a_clients_message_is_one_item() -> None:
+def test_a_user_message_becomes_one_item() -> None:
     assert items_of(stored("user", "2 + 2?"), PLACE, cutter()) == [
         {
             "id": "msg_0123456789abcdef-3-0",
@@ -36,7 +36,7 @@ def test_a_clients_message_is_one_item() -> None:
     ]
 
 
-def test_the_answer_of_a_tool_is_the_output_of_a_function() -> None:
+def test_a_tool_message_becomes_a_function_call_output() -> None:
     (item,) = items_of(stored("tool", "4", tool_call_id="call_1"), PLACE, cutter())
     assert (item["type"], item["call_id"], item["output"]) == (
         "function_call_output",
@@ -46,7 +46,7 @@ def test_the_answer_of_a_tool_is_the_output_of_a_function() -> None:
     assert item["id"].startswith("fco_")
 
 
-def test_a_reply_is_its_thinking_its_text_and_its_calls() -> None:
+def test_a_reply_becomes_items_for_thinking_text_and_calls() -> None:
     thought = "<think>\nSums.\n</think>\n\n"
     runs = [["thinking", 4, len(thought)], ["text", 9, len("Let me add.\n" + CALL)]]
     reply = stored("assistant", f"{thought}Let me add.\n{CALL}", "stop", parts=runs)
@@ -61,12 +61,12 @@ def test_a_reply_is_its_thinking_its_text_and_its_calls() -> None:
     assert back.tool_calls == (ToolCall("add", {"a": 2}, PLACE.call_id(0)),)
 
 
-def test_a_reply_that_was_too_long_is_incomplete() -> None:
+def test_a_reply_cut_at_its_length_limit_is_incomplete() -> None:
     (item,) = items_of(stored("assistant", "It is", "length"), PLACE, cutter())
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "It is")
 
 
-def test_what_a_client_put_into_the_assistants_mouth_has_the_same_items() -> None:
+def test_a_client_written_assistant_message_becomes_the_same_items() -> None:
     calls = [{"name": "add", "arguments": {"a": 2}, "id": "call_9"}]
     said = stored("assistant", "I add.", thinking="Sums.", tool_calls=calls)
     items = items_of(said, PLACE, cutter())
@@ -77,7 +77,7 @@ def test_what_a_client_put_into_the_assistants_mouth_has_the_same_items() -> Non
     assert alone["type"] == "function_call"
 
 
-def test_what_stands_for_the_tools_of_a_prefix_is_no_item() -> None:
+def test_the_empty_system_message_of_a_prefix_becomes_no_item() -> None:
     assert items_of(stored("system", ""), PLACE, cutter()) == []
 
 

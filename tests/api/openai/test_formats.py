@@ -22,7 +22,7 @@ def of_chat(schema: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
-def test_a_schema_is_a_constraint_strict_or_not(strict: bool | None) -> None:
+def test_a_json_schema_becomes_a_constraint_strict_or_not(strict: bool | None) -> None:
     described = {**NAMED, "strict": strict, "description": "of an answer"}
     assert chat(**of_chat(described)).turn.options.constraint == OF_SCHEMA
     assert completion(**of_chat(described)).turn.options.constraint == OF_SCHEMA
@@ -55,7 +55,7 @@ def test_a_schema_is_a_constraint_strict_or_not(strict: bool | None) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [chat, completion])
-def test_each_name_of_a_constraint(
+def test_each_constraint_field_becomes_its_constraint(
     kind: Callable[..., ParsedRequest], members: dict[str, Any], expected: Constraint | None
 ) -> None:
     assert kind(**members).turn.options.constraint == expected
@@ -91,13 +91,11 @@ INNER = "response_format.json_schema"
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_what_cannot_be_a_constraint_is_refused_by_its_name(
-    members: dict[str, Any], param: str
-) -> None:
+def test_invalid_constraints_are_refused_by_name(members: dict[str, Any], param: str) -> None:
     assert refused(chat, **members)[0] == param
 
 
-def test_what_only_the_compiler_finds_has_the_name_of_the_body() -> None:
+def test_compile_errors_use_the_field_names_of_the_body() -> None:
     """The service refuses such a format later, and uses its own name of the field."""
     assert chat(**of_chat(NAMED)).param("constraint.json_schema") == f"{INNER}.schema"
     assert chat(guided_regex="(").param("constraint.regex") == "guided_regex"

@@ -17,7 +17,7 @@ def items(*given: Any) -> tuple[Message, ...]:
     return response(input=list(given)).turn.messages
 
 
-def test_a_string_is_a_users_message() -> None:
+def test_a_string_input_is_a_user_message() -> None:
     assert response(input="hi").turn.messages == (Message("user", "hi"),)
 
 
@@ -28,7 +28,7 @@ def test_instructions_are_the_system_prompt() -> None:
     )
 
 
-def test_what_an_assistant_did_in_one_turn_is_one_message() -> None:
+def test_the_items_of_one_assistant_turn_become_one_message() -> None:
     assert items(
         {"role": "user", "content": "1 + 1?"},
         {
@@ -63,17 +63,17 @@ def test_what_an_assistant_did_in_one_turn_is_one_message() -> None:
     )
 
 
-def test_a_call_may_stand_alone() -> None:
+def test_a_function_call_without_text_is_a_message() -> None:
     calls = (ToolCall("f", {}, "c1"),)
     assert items(CALL) == (Message("assistant", tool_calls=calls),)
 
 
-def test_two_messages_of_an_assistant_stay_two() -> None:
+def test_two_assistant_messages_are_not_merged() -> None:
     once = {"role": "assistant", "content": "a"}
     assert items(once, once) == (Message("assistant", "a"), Message("assistant", "a"))
 
 
-def test_reasoning_without_its_text_says_nothing() -> None:
+def test_reasoning_without_text_is_dropped_and_encrypted_reasoning_refused() -> None:
     reasoning = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}]}
     user = {"role": "user", "content": "hi"}
     assert items(reasoning, user) == (Message("user", "hi"),)
@@ -101,11 +101,11 @@ def test_reasoning_without_its_text_says_nothing() -> None:
         ("hi", "input[0]"),
     ],
 )
-def test_an_item_that_cannot_be_is_refused_by_its_path(item: Any, param: str) -> None:
+def test_invalid_items_are_refused_with_their_path(item: Any, param: str) -> None:
     assert refused(items, item)[0] == param
 
 
-def test_the_input_is_needed_and_bounded() -> None:
+def test_the_input_is_required_and_limited() -> None:
     assert refused(response, input=None) == ("input", "is required")
     assert refused(response, input=[]) == ("input", "must not be empty")
     assert refused(response, input=5) == ("input", "must be a string or a list of items")
@@ -113,7 +113,7 @@ def test_the_input_is_needed_and_bounded() -> None:
     assert refused(items, *[user] * 4097) == ("input", "a request has at most 4096 messages")
 
 
-def test_tools_take_the_shape_of_a_chats() -> None:
+def test_tools_are_converted_to_the_format_of_chat_completions() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
     assert response(tools=[tool]).tools == (
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
@@ -122,7 +122,7 @@ def test_tools_take_the_shape_of_a_chats() -> None:
     assert refused(response, tools=[tool | {"strict": True}])[0] == "tools[0].strict"
 
 
-def test_conversations_are_named() -> None:
+def test_previous_response_and_conversation_are_parsed() -> None:
     assert response(previous_response_id="resp_1").previous_response_id == "resp_1"
     assert response(conversation="conv_1").conversation == "conv_1"
     assert response(background=True).background
@@ -147,11 +147,11 @@ def test_conversations_are_named() -> None:
         ({"metadata": {"a": 1}}, "metadata"),
     ],
 )
-def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str) -> None:
+def test_unsupported_fields_are_refused(members: Any, param: str) -> None:
     assert refused(response, **members)[0] == param
 
 
-def test_what_changes_nothing_passes() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     request = response(
         background=False,
         truncation="disabled",
@@ -165,12 +165,12 @@ def test_what_changes_nothing_passes() -> None:
     assert request.turn.settings.template_options == {}
 
 
-def test_an_effort_becomes_the_templates_option() -> None:
+def test_reasoning_effort_becomes_a_template_option() -> None:
     assert response(reasoning={"effort": "none"}).turn.settings.template_options == {
         "enable_thinking": False
     }
 
 
-def test_what_is_refused_later_goes_by_the_bodys_name() -> None:
+def test_later_errors_use_the_field_names_of_the_body() -> None:
     assert response().param("content") == "input"
     assert response().param("max_tokens") == "max_output_tokens"

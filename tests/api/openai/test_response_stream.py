@@ -52,7 +52,7 @@ def streamed(
     return [*events, *stream.end(body)]
 
 
-def put_together(events: Sequence[dict[str, Any]]) -> list[Any]:
+def assembled(events: Sequence[dict[str, Any]]) -> list[Any]:
     """Assemble the output from the deltas alone."""
     found: list[Any] = []
     for each in events:
@@ -64,7 +64,7 @@ def put_together(events: Sequence[dict[str, Any]]) -> list[Any]:
     return found
 
 
-def test_a_text_begins_and_ends_with_its_item() -> None:
+def test_text_deltas_lie_between_the_events_of_their_item() -> None:
     events = streamed(SAYS[:1], SAYS[1:])
     assert [each["type"] for each in events] == [
         "response.created",
@@ -84,7 +84,7 @@ def test_a_text_begins_and_ends_with_its_item() -> None:
     assert events[6]["text"] == "It is 4."
 
 
-def test_thinking_text_and_calls_are_items_in_their_order() -> None:
+def test_thinking_text_and_calls_become_items_in_order() -> None:
     events = streamed(THINKS, SAYS, CALLS)
     output = events[-1]["response"]["output"]
     assert [each["type"] for each in output] == ["reasoning", "message", "function_call"]
@@ -104,30 +104,30 @@ def test_thinking_text_and_calls_are_items_in_their_order() -> None:
         "response.output_item.done",
         "response.completed",
     ]
-    assert put_together(events) == [
+    assert assembled(events) == [
         ["reasoning", "The sum is 4."],
         ["message", "It is 4."],
         ["function_call", '{"a": 2}'],
     ]
 
 
-def test_several_calls_have_items_and_ids_of_their_own() -> None:
+def test_each_call_has_its_own_item_and_id() -> None:
     second = (CallBegan(1, "sub"), CallArguments(1, "{}"))
     output = streamed(CALLS, second)[-1]["response"]["output"]
     assert [each["name"] for each in output] == ["add", "sub"]
     assert len({each["call_id"] for each in output}) == 2
 
 
-def test_the_parts_of_a_reply_are_the_same_whatever_they_are_cut_into() -> None:
+def test_the_items_do_not_depend_on_how_pieces_are_grouped() -> None:
     together = streamed((*THINKS, *SAYS, *CALLS))
     apart = streamed(*((each,) for each in (*THINKS, *SAYS, *CALLS)))
     assert together[-1]["response"] == apart[-1]["response"]
-    assert put_together(together) == put_together(apart)
+    assert assembled(together) == assembled(apart)
     assert len(apart) > len(together)
 
 
 @pytest.mark.parametrize("pushes", [(THINKS, SAYS, CALLS), (SAYS,), (), (CALLS,)])
-def test_openais_client_puts_the_same_together(pushes: Any) -> None:
+def test_openais_client_assembles_the_same_response(pushes: Any) -> None:
     events = streamed(*pushes)
     state: Any = ResponseStreamState(input_tools=[], text_format=omit)
     for each in events:
@@ -147,7 +147,7 @@ def test_a_reply_without_any_text_is_an_empty_message() -> None:
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
 
 
-def test_a_reply_that_breaks_off_is_incomplete_where_it_does() -> None:
+def test_a_truncated_reply_has_an_incomplete_last_item() -> None:
     events = streamed(THINKS, SAYS, finish=FinishReason.LENGTH)
     body = events[-1]["response"]
     assert events[-1]["type"] == "response.incomplete"
@@ -159,7 +159,7 @@ def test_a_reply_that_breaks_off_is_incomplete_where_it_does() -> None:
     assert (call["arguments"], call["status"]) == ('{"a"', "incomplete")
 
 
-def test_a_response_has_its_usage_once_it_has_ended() -> None:
+def test_only_the_last_event_has_usage() -> None:
     events = streamed(SAYS)
     assert [each["response"]["usage"] for each in events[:2]] == [None, None]
     usage = events[-1]["response"]["usage"]
@@ -167,7 +167,7 @@ def test_a_response_has_its_usage_once_it_has_ended() -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 5
 
 
-def test_what_fails_says_why() -> None:
+def test_failure_events_carry_code_and_message() -> None:
     body = failed(response(), HEADING, "server_error", "the engine stopped")
     stream = ResponseStream(response(), PLACE, None, ReplyPieces(None))  # type: ignore[arg-type]
     (event,) = stream.failed(body)
@@ -183,7 +183,7 @@ def test_what_fails_says_why() -> None:
     }
 
 
-def test_items_become_the_pieces_that_they_were_made_of() -> None:
+def test_items_are_rebuilt_from_their_own_pieces() -> None:
     output = streamed(THINKS, SAYS, CALLS)[-1]["response"]["output"]
     again = OutputItems(PLACE)
     again.push(pieces_of(output))
@@ -191,7 +191,7 @@ def test_items_become_the_pieces_that_they_were_made_of() -> None:
     assert again.items == output
 
 
-def test_an_id_says_where_its_item_is() -> None:
+def test_an_item_id_encodes_its_place() -> None:
     assert place_of("msg_0123456789abcdef-3-1") == (PLACE, 1)
     assert place_of(PLACE.item_id("fc", 2)) == (PLACE, 2)
     for wrong in ("msg_1", "msg_0123456789abcdef-3", "xy_0123456789abcdef-3-1", ""):

@@ -22,7 +22,7 @@ def test_a_body_that_sets_nothing_has_the_defaults() -> None:
         assert request.turn.given_sampling == {}
 
 
-def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
+def test_sampling_fields_of_a_body_override_the_defaults() -> None:
     request = chat(
         temperature=1,
         top_p=0.5,
@@ -62,7 +62,7 @@ def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
     assert type(request.sampling.temperature) is float
 
 
-def test_null_is_absent() -> None:
+def test_null_counts_as_absent() -> None:
     request = chat(temperature=None, stop=None, seed=None, n=None, logit_bias=None, tools=None)
     assert request.sampling == DEFAULTS
     assert request.turn.given_sampling == {}
@@ -77,7 +77,7 @@ def test_null_is_absent() -> None:
         (response, "max_output_tokens"),
     ],
 )
-def test_the_length_goes_by_the_name_of_the_endpoint(
+def test_max_tokens_has_the_name_of_the_endpoint(
     ask: Callable[..., ParsedRequest], name: str
 ) -> None:
     request = ask(**{name: 5})
@@ -87,7 +87,7 @@ def test_the_length_goes_by_the_name_of_the_endpoint(
     assert refused(ask, **{name: True}) == (name, "must be an integer")
 
 
-def test_both_names_of_a_chats_length_may_be_given_if_they_agree() -> None:
+def test_both_names_of_a_chats_max_tokens_must_agree() -> None:
     assert chat(max_tokens=5, max_completion_tokens=5).sampling.max_tokens == 5
     assert refused(chat, max_tokens=5, max_completion_tokens=6) == (
         "max_tokens",
@@ -95,13 +95,13 @@ def test_both_names_of_a_chats_length_may_be_given_if_they_agree() -> None:
     )
 
 
-def test_min_tokens_alone_lengthens_the_default() -> None:
+def test_min_tokens_raises_the_default_max_tokens() -> None:
     assert chat(min_tokens=600).sampling.max_tokens == 600
     assert chat(min_tokens=600).turn.given_sampling == {"min_tokens": 600}
     assert refused(chat, min_tokens=6, max_tokens=5)[0] == "min_tokens"
 
 
-def test_stop_is_a_string_or_several() -> None:
+def test_stop_is_a_string_or_a_list_of_strings() -> None:
     assert chat(stop="END").sampling.stop == ("END",)
     assert chat(stop=[]).sampling.stop == ()
     assert refused(chat, stop=5) == ("stop", "must be a string or a list of strings")
@@ -137,7 +137,7 @@ def test_stop_is_a_string_or_several() -> None:
         ("stop_token_ids", list(range(65)), "at most 64 ids"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, problem: str) -> None:
+def test_invalid_sampling_values_are_refused_by_name(name: str, value: Any, problem: str) -> None:
     for ask in (chat, completion, response):
         assert refused(ask, **{name: value}) == (name, problem)
 
@@ -158,11 +158,11 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, proble
         ({str(n): 0 for n in range(1025)}, "logit_bias", "at most 1024 entries"),
     ],
 )
-def test_a_bias_has_token_ids_for_keys(bias: Any, param: str, problem: str) -> None:
+def test_logit_bias_keys_must_be_token_ids(bias: Any, param: str, problem: str) -> None:
     assert refused(chat, logit_bias=bias) == (param, problem)
 
 
-def test_logprobs_of_a_chat_are_switched_on_and_then_counted() -> None:
+def test_chat_top_logprobs_requires_logprobs() -> None:
     assert chat(logprobs=True).sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
     assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
@@ -172,7 +172,7 @@ def test_logprobs_of_a_chat_are_switched_on_and_then_counted() -> None:
     assert refused(chat, logprobs=True, top_logprobs=True)[0] == "top_logprobs"
 
 
-def test_logprobs_of_a_completion_are_a_number() -> None:
+def test_completion_logprobs_is_a_number() -> None:
     assert completion(logprobs=0).sampling.logprobs == 0
     assert completion(logprobs=5).sampling.logprobs == 5
     assert refused(completion, logprobs=True) == ("logprobs", "must be an integer")
@@ -180,7 +180,7 @@ def test_logprobs_of_a_completion_are_a_number() -> None:
     assert refused(completion, top_logprobs=2) == ("top_logprobs", "is not supported")
 
 
-def test_logprobs_of_a_response_are_included() -> None:
+def test_response_logprobs_are_requested_with_include() -> None:
     included = ["message.output_text.logprobs"]
     assert response(include=included).sampling.logprobs == 0
     assert response(include=included, top_logprobs=4).sampling.logprobs == 4
@@ -190,7 +190,7 @@ def test_logprobs_of_a_response_are_included() -> None:
     assert code_of(response, include=[{}]) == "unsupported_parameter"
 
 
-def test_logprobs_are_never_a_default() -> None:
+def test_logprobs_and_ignore_eos_have_no_default() -> None:
     served = SERVED._replace(defaults=replace(DEFAULTS, logprobs=5, ignore_eos=True))
     request = parse(RequestKind.COMPLETION, {"model": "tiny", "prompt": "a"}, served)
     assert request.sampling.logprobs is None

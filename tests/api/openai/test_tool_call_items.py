@@ -48,7 +48,7 @@ def output_of(style: Any, reply: ReplyTokens) -> list[dict[str, Any]]:
     return body["output"]
 
 
-def test_a_message_that_only_calls(style: CallStyle) -> None:
+def test_a_reply_with_only_tool_calls_has_no_content(style: CallStyle) -> None:
     choice = choice_of(style, sampled(f"{CALLS}<|im_end|>"))
     assert choice == {
         "index": 0,
@@ -74,7 +74,7 @@ def test_a_message_that_only_calls(style: CallStyle) -> None:
     }
 
 
-def test_a_message_that_thinks_speaks_and_calls(style: CallStyle) -> None:
+def test_a_reply_with_thinking_text_and_tool_calls(style: CallStyle) -> None:
     choice = choice_of(style, sampled(f"<think>\nhm\n</think>\n\nI look.\n{CALLS}\n<|im_end|>"))
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "I look.")
@@ -82,7 +82,7 @@ def test_a_message_that_thinks_speaks_and_calls(style: CallStyle) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_each_choice_has_ids_of_its_own_and_they_stay(style: CallStyle) -> None:
+def test_call_ids_are_unique_per_choice_and_stable(style: CallStyle) -> None:
     request = chat(tools=CHAT_TOOLS, n=2)
     replies = [sampled(CALLS)] * 2
 
@@ -94,13 +94,13 @@ def test_each_choice_has_ids_of_its_own_and_they_stay(style: CallStyle) -> None:
     assert ids() == ids()
 
 
-def test_a_reply_that_goes_on_behind_its_calls_has_ended_by_itself(style: CallStyle) -> None:
+def test_a_reply_with_text_after_its_calls_finishes_with_stop(style: CallStyle) -> None:
     choice = choice_of(style, sampled(f"{CALLS}\nSo.<|im_end|>"))
     assert (choice["message"]["content"], choice["finish_reason"]) == ("So.", "stop")
     assert len(choice["message"]["tool_calls"]) == 2
 
 
-def test_a_call_that_is_cut_off_stays_as_it_is(style: CallStyle) -> None:
+def test_a_truncated_call_keeps_its_partial_arguments(style: CallStyle) -> None:
     text = CALLS[: CALLS.index("Paris") + 3]
     choice = choice_of(style, sampled(text, FinishReason.LENGTH))
     assert choice["finish_reason"] == "length"
@@ -111,13 +111,13 @@ def test_a_call_that_is_cut_off_stays_as_it_is(style: CallStyle) -> None:
     assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
-def test_a_reply_as_long_as_it_may_be_says_so_even_if_it_ends_with_a_call(style: CallStyle) -> None:
+def test_a_reply_at_its_length_limit_finishes_with_length_despite_calls(style: CallStyle) -> None:
     choice = choice_of(style, sampled(CALLS, FinishReason.LENGTH))
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 2)
 
 
 @pytest.mark.parametrize("members", [{"tools": None}, {"tool_choice": "none"}])
-def test_calls_are_looked_for_where_tools_were_given(
+def test_calls_are_parsed_only_if_the_request_has_tools(
     style: CallStyle, members: dict[str, Any]
 ) -> None:
     choice = choice_of(style, sampled(CALLS), **members)
@@ -125,18 +125,18 @@ def test_calls_are_looked_for_where_tools_were_given(
     assert choice["finish_reason"] == "stop"
 
 
-def test_calls_stay_text_where_nothing_is_known_of_how_the_model_writes_them() -> None:
+def test_calls_stay_text_if_the_models_call_format_is_unknown() -> None:
     choice = choice_of(None, sampled(CALLS))
     assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop")
 
 
-def test_a_tool_that_was_not_given_is_not_called(style: CallStyle) -> None:
+def test_a_call_of_an_unknown_tool_stays_text(style: CallStyle) -> None:
     text = '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>'
     choice = choice_of(style, sampled(text))
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
 
 
-def test_the_items_of_a_response(style: CallStyle) -> None:
+def test_a_response_has_items_for_thinking_text_and_calls(style: CallStyle) -> None:
     items = output_of(style, sampled(f"<think>hm</think>I look.{CALLS}<|im_end|>"))
     assert [each["type"] for each in items] == ["reasoning", "message", *["function_call"] * 2]
     assert [each["status"] for each in items] == ["completed"] * 4
@@ -152,7 +152,7 @@ def test_the_items_of_a_response(style: CallStyle) -> None:
     assert [each["type"] for each in only_calls] == ["function_call"] * 2
 
 
-def test_an_answer_that_is_sent_back_is_understood(style: CallStyle) -> None:
+def test_an_answer_is_valid_in_the_next_requests_history(style: CallStyle) -> None:
     """The answer is valid in the history of the next request, in both APIs."""
     reply = sampled(f"I look.{CALLS}")
     message = choice_of(style, reply)["message"]

@@ -62,7 +62,7 @@ def refused(call: Any, **members: Any) -> tuple[str, str]:
     return caught.value.field, caught.value.problem
 
 
-def test_without_a_wish_calls_are_as_free_as_before() -> None:
+def test_without_strict_tools_or_tool_choice_calls_are_not_constrained() -> None:
     for members in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
         assert (
             chat(tools=[tool(), tool("set", strict=False)], **members).turn.options.constraint
@@ -72,7 +72,7 @@ def test_without_a_wish_calls_are_as_free_as_before() -> None:
     assert chat(tools=[], parallel_tool_calls=False).turn.options.constraint is None
 
 
-def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
+def test_only_strict_tools_are_constrained_to_their_schema() -> None:
     found = wanted_of(chat(tools=[tool(strict=True), tool("set")]))
     assert found == {
         "form": "hermes",
@@ -91,7 +91,7 @@ def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
     assert shown == (tool(),)  # the template sees no difference to other tools
 
 
-def test_a_call_is_required_of_some_tools_or_one() -> None:
+def test_tool_choice_selects_the_tools_and_may_require_a_call() -> None:
     def chosen(request: ParsedRequest) -> tuple[list[str], bool, bool]:
         found = wanted_of(request)
         return [each["name"] for each in found["tools"]], found["must"], found["single"]
@@ -116,7 +116,7 @@ def test_a_call_is_required_of_some_tools_or_one() -> None:
     assert chosen(chat(tools=tools, parallel_tool_calls=False)) == (["a", "b"], False, True)
 
 
-def test_a_required_call_follows_its_schema_as_far_as_it_can() -> None:
+def test_a_required_call_of_a_tool_that_is_not_strict_is_lenient() -> None:
     found = wanted_of(chat(tools=[tool(), tool("set", strict=True)], tool_choice="required"))
     assert [(each["schema"], each["is_lenient"]) for each in found["tools"]] == [
         (BARE, True),
@@ -124,7 +124,7 @@ def test_a_required_call_follows_its_schema_as_far_as_it_can() -> None:
     ]
 
 
-def test_only_what_tells_the_model_something_is_left_out_of_a_schema() -> None:
+def test_only_annotations_are_removed_from_a_schema() -> None:
     parameters = {
         "title": "T",
         "description": "d",
@@ -155,7 +155,7 @@ def test_only_what_tells_the_model_something_is_left_out_of_a_schema() -> None:
     assert found["schema"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def test_a_reply_has_a_form_or_calls() -> None:
+def test_a_response_format_applies_to_replies_without_calls() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}}}
     found = wanted_of(chat(tools=[tool()], response_format=form))
     assert found["reply"] == ["json_schema", '{"const": 1}']
@@ -206,7 +206,7 @@ def test_a_reply_has_a_form_or_calls() -> None:
         ({"tools": [tool(strict=1)]}, "tools[0].function.strict"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_name(members: dict[str, Any], param: str) -> None:
+def test_invalid_tool_choices_are_refused_by_name(members: dict[str, Any], param: str) -> None:
     assert refused(chat, **members)[0] == param
 
 
@@ -219,7 +219,7 @@ def test_what_makes_no_sense_is_refused_by_its_name(members: dict[str, Any], par
         ({"tools": [tool(), tool("set", strict=True)]}, "tools[1].function.strict"),
     ],
 )
-def test_a_model_whose_calls_cannot_be_held(
+def test_call_constraints_are_refused_if_the_model_does_not_write_json_calls(
     style: Any, members: dict[str, Any], param: str
 ) -> None:
     served = SERVED._replace(call_style=style)
@@ -228,7 +228,7 @@ def test_a_model_whose_calls_cannot_be_held(
     assert "not JSON" in problem
 
 
-def test_the_schemas_of_all_tools_have_one_bound() -> None:
+def test_the_schemas_of_all_tools_share_one_size_limit() -> None:
     half = {"type": "object", "properties": {f"p{n}": {} for n in range(OBJECTS_MAX // 2)}}
     held = tool(parameters=half, strict=True)
     assert wanted_of(chat(tools=[held]))
