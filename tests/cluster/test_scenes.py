@@ -150,15 +150,15 @@ def test_a_turn_can_be_cancelled_at_a_daemon_that_does_not_run_it(cluster: Clust
 def test_a_draining_daemon_still_forwards_the_owners_reply(cluster: Cluster) -> None:
     """The draining daemon runs no turn itself. A client without retries reads the whole reply through it."""
     cluster.clients[0].conversation("through").ask("hello", max_tokens=4)
-    door = cluster.world.replicas[1]
+    gateway = cluster.world.replicas[1]
     with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
         saying = Saying(client, "through", "r", LONG)
         assert saying.begun.wait(120)
         try:
-            assert cluster.run(door.terminate()) == 0
+            assert cluster.run(gateway.terminate()) == 0
             reply = saying.wait()
         finally:
-            cluster.run(door.start())
+            cluster.run(gateway.start())
     assert cluster.texts("through")[-1] == reply.text
     assert len(cluster.events("begun", conversation_id="through")) == 2
 
@@ -181,8 +181,8 @@ def test_an_http_stream_ends_with_an_error_if_its_owner_is_killed_and_a_retry_wo
     cluster: Cluster,
 ) -> None:
     cluster.clients[0].conversation("broken").ask("hello", max_tokens=8)
-    replica, door = cluster.world.replicas
-    connection = http.client.HTTPConnection(door.http_address, timeout=120)
+    replica, gateway = cluster.world.replicas
+    connection = http.client.HTTPConnection(gateway.http_address, timeout=120)
     body = {"model": ECHO_MODEL, "input": "more", "conversation": "broken", "stream": True}
     body |= {"max_output_tokens": LASTING, "ignore_eos": True}
     connection.request("POST", "/v1/responses", json.dumps(body))

@@ -35,15 +35,15 @@ FILE = line("a") + b"\n" + line("b", "ho") + b"no json\n" + line("c", best=1)
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     data = Path(tmp_path_factory.mktemp("http")) / "data"
     with http_rig(data, batch_jobs=JobsConfig()) as found:
         yield found
 
 
 @pytest.fixture
-def client(door: HttpRig) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as found:
+def client(server: HttpRig) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
@@ -55,8 +55,8 @@ def form(*parts: tuple[str, bytes]) -> bytes:
     return found + b"--b0--\r\n"
 
 
-def upload(door: HttpRig, *parts: tuple[str, bytes], **headers: str) -> Answer:
-    return door.ask("POST", "/v1/files", form(*parts), {"content-type": FORM, **headers})
+def upload(server: HttpRig, *parts: tuple[str, bytes], **headers: str) -> Answer:
+    return server.ask("POST", "/v1/files", form(*parts), {"content-type": FORM, **headers})
 
 
 PURPOSE = ('name="purpose"', b"batch")
@@ -150,12 +150,12 @@ def test_errors_of_a_file_are_reported_before_a_batch_uses_it(client: openai.Ope
     assert file.id not in {each.id for each in client.batches.list()}
 
 
-def test_a_long_file_is_returned_unchanged(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_long_file_is_returned_unchanged(server: HttpRig, client: openai.OpenAI) -> None:
     long = b"".join(line(f"l{number}", "word " * 40) for number in range(4_000))
     assert len(long) > 1 << 20
     file = client.files.create(file=("long.jsonl", long), purpose="batch")
     assert client.files.content(file.id).content == long
-    assert door.ask("HEAD", f"/v1/files/{file.id}/content").body == b""
+    assert server.ask("HEAD", f"/v1/files/{file.id}/content").body == b""
     client.files.delete(file.id)
 
 
@@ -176,7 +176,7 @@ def test_batches_are_listed_a_page_at_a_time(client: openai.OpenAI) -> None:
     assert oldest.created_at <= newest.created_at
 
 
-def test_a_batch_can_be_cancelled_and_deleted(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_batch_can_be_cancelled_and_deleted(server: HttpRig, client: openai.OpenAI) -> None:
     many = b"".join(line(f"m{n}", max_tokens=500, ignore_eos=True) for n in range(50))
     file = client.files.create(file=("many.jsonl", many), purpose="batch")
     batch = client.batches.create(
@@ -185,7 +185,7 @@ def test_a_batch_can_be_cancelled_and_deleted(door: HttpRig, client: openai.Open
     wait_for(lambda: client.batches.retrieve(batch.id).status != "validating")
     cancelled = client.batches.cancel(batch.id)
     assert cancelled.status in ("cancelled", "completed")
-    deleted = door.ask("DELETE", f"/v1/batches/{batch.id}")
+    deleted = server.ask("DELETE", f"/v1/batches/{batch.id}")
     assert deleted.value == {"id": batch.id, "object": "batch", "deleted": True}
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve(batch.id)
@@ -204,15 +204,15 @@ def test_a_file_of_results_can_only_be_deleted_with_its_batch(client: openai.Ope
 
 
 def test_a_job_created_over_grpc_is_a_batch_with_its_lines_as_file(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     async def chunks() -> Any:
         yield line("a")
 
     async def create() -> None:
-        await door.rig.batch.create("", JobHeader("by-hand", "x.jsonl"), chunks())
+        await server.rig.batch.create("", JobHeader("by-hand", "x.jsonl"), chunks())
 
-    door.rig.call(create())
+    server.rig.call(create())
     found = ended(client, "by-hand")
     assert client.files.content(found.input_file_id).content == line("a")
 
@@ -230,24 +230,24 @@ def test_a_job_created_over_grpc_is_a_batch_with_its_lines_as_file(
         ((PURPOSE, ('name="file"; filename="e"', b"")), "no requests"),
     ],
 )
-def test_an_invalid_form_leaves_no_file(door: HttpRig, parts: Any, says: str) -> None:
-    before = door.ask("GET", "/v1/files?purpose=batch").value["data"]
-    refused = upload(door, *parts)
+def test_an_invalid_form_leaves_no_file(server: HttpRig, parts: Any, says: str) -> None:
+    before = server.ask("GET", "/v1/files?purpose=batch").value["data"]
+    refused = upload(server, *parts)
     assert refused.status == 400
     assert says in refused.error["message"]
-    assert door.ask("GET", "/v1/files?purpose=batch").value["data"] == before
+    assert server.ask("GET", "/v1/files?purpose=batch").value["data"] == before
 
 
-def test_form_fields_may_follow_the_file(door: HttpRig) -> None:
-    assert upload(door, SENT, PURPOSE).value["bytes"] == len(FILE)
+def test_form_fields_may_follow_the_file(server: HttpRig) -> None:
+    assert upload(server, SENT, PURPOSE).value["bytes"] == len(FILE)
 
 
-def test_invalid_requests_are_refused(door: HttpRig, client: openai.OpenAI) -> None:
+def test_invalid_requests_are_refused(server: HttpRig, client: openai.OpenAI) -> None:
     def make(**members: Any) -> Answer:
         body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **members}
-        return door.ask("POST", "/v1/batches", body)
+        return server.ask("POST", "/v1/batches", body)
 
-    file = upload(door, PURPOSE, SENT).value["id"]
+    file = upload(server, PURPOSE, SENT).value["id"]
     assert make().error["param"] == "input_file_id"
     assert make(input_file_id="file-" + "0" * 24).status == 404
     assert make(input_file_id="mine").error["param"] == "input_file_id"
@@ -256,10 +256,10 @@ def test_invalid_requests_are_refused(door: HttpRig, client: openai.OpenAI) -> N
     assert make(input_file_id=file, metadata={"a": 1}).error["param"] == "metadata"
     assert make(input_file_id=file, output_expires_after={}).status == 400
     for path in ("/v1/batches/x", f"/v1/batches/{file}", "/v1/files/x", "/v1/files/file-output.x"):
-        assert door.ask("GET", path).status == 404, path
+        assert server.ask("GET", path).status == 404, path
     for path in ("/v1/batches?limit=0", "/v1/files?after=x", "/v1/files?page=2"):
-        assert door.ask("GET", path).status == 400, path
-    plain = door.ask("POST", "/v1/files", FILE, {"content-type": "text/plain"})
+        assert server.ask("GET", path).status == 400, path
+    plain = server.ask("POST", "/v1/files", FILE, {"content-type": "text/plain"})
     assert plain.error["param"] == "content-type"
 
 
@@ -269,15 +269,15 @@ def test_a_tenant_sees_only_its_own_files_and_batches(tmp_path: Path) -> None:
     audit_log = tmp_path / "audit.log"
     http = {"tokens": tokens, "audit_log": audit_log}
     ada, bob = ({"authorization": f"Bearer {name}"} for name in names)
-    with http_rig(tmp_path / "data", http=http, batch_jobs=JobsConfig()) as door:
-        file = upload(door, PURPOSE, SENT, **ada).value["id"]
+    with http_rig(tmp_path / "data", http=http, batch_jobs=JobsConfig()) as server:
+        file = upload(server, PURPOSE, SENT, **ada).value["id"]
         path = f"/v1/files/{file}"
-        assert door.ask("GET", path, headers=ada).status == 200
+        assert server.ask("GET", path, headers=ada).status == 200
         for method, where in (("GET", path), ("GET", f"{path}/content"), ("DELETE", path)):
-            assert door.ask(method, where, headers=bob).status == 404
-        assert door.ask("GET", "/v1/files", headers=bob).value["data"] == []
-        assert upload(door, PURPOSE, SENT).status == 401
-        assert door.ask("DELETE", path, headers=ada).value["deleted"]
+            assert server.ask(method, where, headers=bob).status == 404
+        assert server.ask("GET", "/v1/files", headers=bob).value["data"] == []
+        assert upload(server, PURPOSE, SENT).status == 401
+        assert server.ask("DELETE", path, headers=ada).value["deleted"]
     audited = [json.loads(each) for each in audit_log.read_text().splitlines()]
     deletions = [each for each in audited if each["event"] == "delete"]
     assert [(each["job_id"], each["outcome"]) for each in deletions] == [
@@ -287,13 +287,13 @@ def test_a_tenant_sees_only_its_own_files_and_batches(tmp_path: Path) -> None:
 
 
 def test_a_daemon_without_jobs_answers_404(tmp_path: Path) -> None:
-    with http_rig(tmp_path / "data") as door:
-        assert door.ask("GET", "/v1/batches").status == 404
-        assert upload(door, PURPOSE, SENT).status == 404
+    with http_rig(tmp_path / "data") as server:
+        assert server.ask("GET", "/v1/batches").status == 404
+        assert upload(server, PURPOSE, SENT).status == 404
 
 
 def test_sizes_of_results_are_read_once_and_lists_are_paged(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     file = client.files.create(file=("in.jsonl", FILE), purpose="batch")
     batch = client.batches.create(
@@ -302,7 +302,7 @@ def test_sizes_of_results_are_read_once_and_lists_are_paged(
     done = ended(client, batch.id)
     first = {each.id: each.bytes for each in client.files.list()}
     read: list[Any] = []
-    store = door.rig.job_store
+    store = server.rig.job_store
     result_bytes = store.result_bytes
     store.result_bytes = lambda key: (read.append(key), result_bytes(key))[1]  # type: ignore[method-assign]
     try:
@@ -321,14 +321,14 @@ def test_sizes_of_results_are_read_once_and_lists_are_paged(
     assert len(list(client.files.list(limit=10_000))) > 100
 
 
-def test_a_list_stops_when_its_client_disconnects(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_list_stops_when_its_client_disconnects(server: HttpRig, client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
     for _ in range(3):
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
         ended(client, batch.id)  # sizes of this batch have not been requested yet
-    store = door.rig.job_store
+    store = server.rig.job_store
     read, go_on, is_over = [], threading.Event(), threading.Event()
     result_bytes, enter = store.result_bytes, GuardedCall.enter
 
@@ -344,7 +344,7 @@ def test_a_list_stops_when_its_client_disconnects(door: HttpRig, client: openai.
     store.result_bytes = read_slowly  # type: ignore[method-assign]
     GuardedCall.enter = enter_seen  # type: ignore[method-assign, assignment]
     try:
-        connection = door.connection()
+        connection = server.connection()
         connection.request("GET", "/v1/files")
         wait_for(lambda: read)
         assert not is_over.is_set()

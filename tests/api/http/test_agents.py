@@ -79,7 +79,7 @@ def agent_loop(client: openai.OpenAI, *, stream: bool) -> list[Any]:
         function = {"name": "look", "arguments": json.dumps(again, indent=1)}
         sent = {"id": "re-made", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": None, "tool_calls": [sent]})
-        messages.append({"role": "tool", "tool_call_id": "re-made", "content": "A door."})
+        messages.append({"role": "tool", "tool_call_id": "re-made", "content": "A server."})
     raise AssertionError("the agent did not come to an end")
 
 
@@ -149,7 +149,7 @@ def test_agent_turns_over_anthropics_api_stay_in_one_conversation(tmp_path: Path
                 assert message.stop_reason == "tool_use", turn
                 kept = [each for each in message.content if each.type != "thinking"]
                 results = [
-                    {"type": "tool_result", "tool_use_id": each.id, "content": "A door."}
+                    {"type": "tool_result", "tool_use_id": each.id, "content": "A server."}
                     for each in kept
                     if each.type == "tool_use"
                 ]

@@ -20,7 +20,7 @@ from tests.conversations.rig_daemon import wait_for
 CERTS = Path(__file__).parents[2] / "guard" / "certs"
 
 
-class Door(NamedTuple):
+class TlsServer(NamedTuple):
     port: int
     cert: Path
     key: Path
@@ -56,7 +56,7 @@ def status(connection: http.client.HTTPConnection) -> int:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def server(tmp_path: Path) -> Iterator[TlsServer]:
     cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
     for source, copy in (("server.pem", cert), ("server.key", key), ("ca.pem", ca)):
         shutil.copy(CERTS / source, copy)
@@ -64,39 +64,39 @@ def door(tmp_path: Path) -> Iterator[Door]:
     tls = {"tls_cert": cert, "tls_key": key, "tls_client_ca": ca, "audit_log": audit_log}
     with http_rig(tmp_path / "data", http=tls) as rig:
         port = int(rig.url.rpartition(":")[2])
-        yield Door(port, cert, key, ca, audit_log)
+        yield TlsServer(port, cert, key, ca, audit_log)
 
 
-def test_new_connections_get_the_current_certificate(door: Door) -> None:
-    before = door.shown()
-    connected = door.connection()
+def test_new_connections_get_the_current_certificate(server: TlsServer) -> None:
+    before = server.shown()
+    connected = server.connection()
     assert status(connected) == 200
-    shutil.copy(CERTS / "client.pem", door.cert)  # for a moment, the key does not match
-    assert door.shown() == before
-    shutil.copy(CERTS / "client.key", door.key)
-    after = door.shown()
+    shutil.copy(CERTS / "client.pem", server.cert)  # for a moment, the key does not match
+    assert server.shown() == before
+    shutil.copy(CERTS / "client.key", server.key)
+    after = server.shown()
     assert after == ssl.PEM_cert_to_DER_cert((CERTS / "client.pem").read_text())
     assert after != before
     assert status(connected) == 200
     connected.close()
-    door.cert.unlink()
-    assert door.shown() == after
-    wait_for(lambda: len(door.outcomes()) == 3)
-    first, second, third = door.outcomes()
+    server.cert.unlink()
+    assert server.shown() == after
+    wait_for(lambda: len(server.outcomes()) == 3)
+    first, second, third = server.outcomes()
     assert first.startswith("cannot use ")
     assert second == "OK"
     assert third.startswith("cannot use ")
 
 
-def test_client_certificates_are_checked_with_the_current_ca(door: Door) -> None:
-    shown = door.shown()
-    door.ca.write_text("no certificate")
-    assert door.shown() == shown
-    shutil.copy(CERTS / "server.pem", door.ca)  # has signed no certificate but itself
+def test_client_certificates_are_checked_with_the_current_ca(server: TlsServer) -> None:
+    shown = server.shown()
+    server.ca.write_text("no certificate")
+    assert server.shown() == shown
+    shutil.copy(CERTS / "server.pem", server.ca)  # has signed no certificate but itself
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        door.shown()
-    shutil.copy(CERTS / "ca.pem", door.ca)
-    assert door.shown() == shown
+        server.shown()
+    shutil.copy(CERTS / "ca.pem", server.ca)
+    assert server.shown() == shown
 
 
 @pytest.mark.parametrize("broken", ["cert", "key", "ca"])

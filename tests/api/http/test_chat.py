@@ -13,19 +13,19 @@ from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     with http_rig(Path(tmp_path_factory.mktemp("http")) / "data", model=True) as found:
         yield found
 
 
 @pytest.fixture
-def client(door: HttpRig) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as found:
+def client(server: HttpRig) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
-def test_a_reply_reports_its_usage_and_conversation(door: HttpRig) -> None:
-    answer = door.chat("How are you?", ignore_eos=True)
+def test_a_reply_reports_its_usage_and_conversation(server: HttpRig) -> None:
+    answer = server.chat("How are you?", ignore_eos=True)
     assert answer.status == 200
     body = answer.value
     (choice,) = body["choices"]
@@ -36,13 +36,13 @@ def test_a_reply_reports_its_usage_and_conversation(door: HttpRig) -> None:
     assert usage["prompt_tokens"] + 8 == usage["total_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
     assert answer.headers["x-pensieve-new-tokens"] == str(usage["prompt_tokens"])
-    stored = door.rig.messages(answer.headers["x-pensieve-conversation-id"])
+    stored = server.rig.messages(answer.headers["x-pensieve-conversation-id"])
     assert [each.content for each in stored] == ["How are you?", choice["message"]["content"]]
 
 
-def test_a_stream_equals_the_whole_answer(door: HttpRig) -> None:
-    whole = door.chat("Tell me a story.", seed=3).value
-    answer = door.chat(
+def test_a_stream_equals_the_whole_answer(server: HttpRig) -> None:
+    whole = server.chat("Tell me a story.", seed=3).value
+    answer = server.chat(
         "Tell me a story.", seed=3, stream=True, stream_options={"include_usage": True}
     )
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -75,18 +75,18 @@ def test_openais_client_lists_models_chats_and_streams(client: openai.OpenAI) ->
     assert text == said.choices[0].message.content == final.choices[0].message.content
 
 
-def test_streamed_logprobs_equal_those_of_the_whole_answer(door: HttpRig) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_answer(server: HttpRig) -> None:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "seed": 5}
-    whole = door.chat("Say something.", **fields).value["choices"][0]["logprobs"]["content"]
-    events = door.chat("Say something.", stream=True, **fields).events[:-1]
+    whole = server.chat("Say something.", **fields).value["choices"][0]["logprobs"]["content"]
+    events = server.chat("Say something.", stream=True, **fields).events[:-1]
     chunks = [each["choices"][0]["logprobs"] for each in events]
     rows = [row for each in chunks if each is not None for row in each["content"]]
     assert rows == whole
     assert all(len(row["top_logprobs"]) == 2 for row in rows)
 
 
-def test_several_choices_are_streamed_together(door: HttpRig) -> None:
-    answer = door.chat("Name a colour.", n=3, stream=True, temperature=20.0)
+def test_several_choices_are_streamed_together(server: HttpRig) -> None:
+    answer = server.chat("Name a colour.", n=3, stream=True, temperature=20.0)
     texts = ["", "", ""]
     ends = []
     for event in answer.events[:-1]:
@@ -98,7 +98,7 @@ def test_several_choices_are_streamed_together(door: HttpRig) -> None:
     assert len(set(texts)) > 1
 
 
-def test_errors_have_openais_shape(door: HttpRig, client: openai.OpenAI) -> None:
+def test_errors_have_openais_shape(server: HttpRig, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "?"}])
     assert missing.value.code == "model_not_found"
@@ -119,7 +119,7 @@ def test_errors_have_openais_shape(door: HttpRig, client: openai.OpenAI) -> None
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="embeddings"):
         client.embeddings.create(model=MODEL, input="?")
-    refused = door.ask("POST", "/v1/chat/completions", b'{"model": NaN}')
+    refused = server.ask("POST", "/v1/chat/completions", b'{"model": NaN}')
     assert (refused.status, refused.error["code"]) == (400, "invalid_json")
-    assert door.ask("GET", "/v1/chat/completions").status == 404
-    assert door.ask("PUT", "/nowhere", b"").status == 404
+    assert server.ask("GET", "/v1/chat/completions").status == 404
+    assert server.ask("PUT", "/nowhere", b"").status == 404

@@ -46,10 +46,10 @@ def test_a_tool_output_may_be_added_as_a_pending_item(tmp_path: Path) -> None:
         asked = {"model": "model", "input": "Look.", "conversation": made}
         first = rig.ask("POST", "/v1/responses", {**asked, "tools": [LOOK]}).value
         (call,) = calls(first)
-        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "A door."}
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "A server."}
         added = rig.ask("POST", f"/v1/conversations/{made}/items", {"items": [output]})
         assert added.status == 200
         after = rig.ask("POST", "/v1/responses", {**asked, "input": "And?"})
         assert after.status == 200
         stored = [each.content for each in rig.rig.messages(made)]
-        assert stored[2:] == ["A door.", "And?", "Done."]
+        assert stored[2:] == ["A server.", "And?", "Done."]

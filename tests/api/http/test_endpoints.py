@@ -20,14 +20,14 @@ USER = {"role": "user", "content": "How are you?"}
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     data = Path(tmp_path_factory.mktemp("http")) / "data"
     with http_rig(data, http={"http": "127.0.0.1:0", "metrics": "http"}) as found:
         yield found
 
 
-def ask(door: HttpRig, path: str, **body: Any) -> Any:
-    answer = door.ask("POST", path, body)
+def ask(server: HttpRig, path: str, **body: Any) -> Any:
+    answer = server.ask("POST", path, body)
     assert answer.status == 200, answer.body
     return answer.value
 
@@ -35,29 +35,29 @@ def ask(door: HttpRig, path: str, **body: Any) -> Any:
 # -- tokens --
 
 
-def test_tokenize_matches_the_prompt_of_a_completion(door: HttpRig) -> None:
-    found = ask(door, "/tokenize", prompt="Once upon a time", model=MODEL)
+def test_tokenize_matches_the_prompt_of_a_completion(server: HttpRig) -> None:
+    found = ask(server, "/tokenize", prompt="Once upon a time", model=MODEL)
     assert found["count"] == len(found["tokens"]) > 1
     assert found["token_strs"] is None
-    done = ask(door, "/v1/completions", model=MODEL, prompt="Once upon a time", max_tokens=1)
+    done = ask(server, "/v1/completions", model=MODEL, prompt="Once upon a time", max_tokens=1)
     assert done["usage"]["prompt_tokens"] == found["count"]
-    assert ask(door, "/detokenize", tokens=found["tokens"]) == {"prompt": "Once upon a time"}
-    strings = ask(door, "/tokenize", prompt="Once upon", return_token_strs=True)["token_strs"]
+    assert ask(server, "/detokenize", tokens=found["tokens"]) == {"prompt": "Once upon a time"}
+    strings = ask(server, "/tokenize", prompt="Once upon", return_token_strs=True)["token_strs"]
     assert "".join(strings) == "Once upon"
 
 
-def test_tokenize_matches_the_prompt_of_a_chat(door: HttpRig) -> None:
-    found = ask(door, "/tokenize", messages=[USER])
-    done = door.chat(USER["content"]).value
+def test_tokenize_matches_the_prompt_of_a_chat(server: HttpRig) -> None:
+    found = ask(server, "/tokenize", messages=[USER])
+    done = server.chat(USER["content"]).value
     assert done["usage"]["prompt_tokens"] == found["count"]
-    assert USER["content"] in ask(door, "/detokenize", tokens=found["tokens"])["prompt"]
-    bare = ask(door, "/tokenize", messages=[USER], add_generation_prompt=False)
+    assert USER["content"] in ask(server, "/detokenize", tokens=found["tokens"])["prompt"]
+    bare = ask(server, "/tokenize", messages=[USER], add_generation_prompt=False)
     assert found["tokens"][: bare["count"]] == bare["tokens"]
     assert bare["count"] < found["count"]
     begun = {"messages": [USER, {"role": "assistant", "content": "Well"}]}
-    continued = ask(door, "/tokenize", **begun, continue_final_message=True)
+    continued = ask(server, "/tokenize", **begun, continue_final_message=True)
     assert continued["tokens"][: found["count"]] == found["tokens"]
-    assert ask(door, "/detokenize", tokens=continued["tokens"])["prompt"].endswith("Well")
+    assert ask(server, "/detokenize", tokens=continued["tokens"])["prompt"].endswith("Well")
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_tokenize_matches_the_prompt_of_a_chat(door: HttpRig) -> None:
     ],
 )
 def test_wrong_bodies_are_refused_by_name(
-    door: HttpRig, path: str, body: Mapping[str, Any], param: str
+    server: HttpRig, path: str, body: Mapping[str, Any], param: str
 ) -> None:
-    refused = door.ask("POST", path, dict(body))
+    refused = server.ask("POST", path, dict(body))
     assert refused.status in (400, 404)
     assert refused.error["param"] == param
 
@@ -82,17 +82,17 @@ def test_wrong_bodies_are_refused_by_name(
 # -- metrics --
 
 
-def test_metrics_are_served_on_the_http_port(door: HttpRig) -> None:
-    answer = door.ask("GET", "/metrics")
+def test_metrics_are_served_on_the_http_port(server: HttpRig) -> None:
+    answer = server.ask("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert b"\npensieve_turns_total" in answer.body
-    assert door.rig.server.metrics_url == f"{door.url}/metrics"
+    assert server.rig.server.metrics_url == f"{server.url}/metrics"
 
 
 def test_metrics_are_off_on_the_http_port_by_default(tmp_path: Path) -> None:
-    with http_rig(tmp_path / "data") as door:
-        assert door.ask("GET", "/metrics").status == 404
+    with http_rig(tmp_path / "data") as server:
+        assert server.ask("GET", "/metrics").status == 404
     with pytest.raises(ConfigError, match="--http"):
         check_exposure(Listening(metrics="http"))
 
@@ -101,25 +101,25 @@ def test_metrics_require_an_operators_token_and_tokenize_any_token(tmp_path: Pat
     caller, one = new_token("red", admin=False)
     operator, other = new_token("ops", admin=True)
     tokens = tokens_of(tmp_path / "tokens", (one + other).encode())
-    with http_rig(tmp_path / "data", http={"tokens": tokens, "metrics": "http"}) as door:
+    with http_rig(tmp_path / "data", http={"tokens": tokens, "metrics": "http"}) as server:
         red, ops = {"x-api-key": caller}, {"x-api-key": operator}
-        assert [door.ask("GET", "/metrics", None, each).status for each in ({}, red, ops)] == [
+        assert [server.ask("GET", "/metrics", None, each).status for each in ({}, red, ops)] == [
             *(401, 403, 200)
         ]
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-            assert [door.ask("POST", path, body, each).status for each in ({}, red)] == [401, 200]
+            assert [server.ask("POST", path, body, each).status for each in ({}, red)] == [401, 200]
 
 
 # -- health --
 
 
 def test_a_draining_daemon_is_live_but_not_ready(tmp_path: Path) -> None:
-    with http_rig(tmp_path / "data") as door:
+    with http_rig(tmp_path / "data") as server:
         paths = ("/health", "/health/ready", "/health/live")
-        assert [door.ask("GET", path).status for path in paths] == [200, 200, 200]
-        door.rig.call(door.rig.daemon.drain(0.0))
-        assert [door.ask("GET", path).status for path in paths] == [503, 503, 200]
-        assert "drains" in door.ask("GET", "/health/ready").error["message"]
+        assert [server.ask("GET", path).status for path in paths] == [200, 200, 200]
+        server.rig.call(server.rig.daemon.drain(0.0))
+        assert [server.ask("GET", path).status for path in paths] == [503, 503, 200]
+        assert "drains" in server.ask("GET", "/health/ready").error["message"]
 
 
 # -- other paths --
@@ -138,23 +138,25 @@ def test_a_draining_daemon_is_live_but_not_ready(tmp_path: Path) -> None:
         ("/api/chat", "/v1"),
     ],
 )
-def test_unsupported_endpoints_are_named_in_the_error(door: HttpRig, path: str, word: str) -> None:
-    refused = door.ask("POST", path, {"model": MODEL, "input": "a"})
+def test_unsupported_endpoints_are_named_in_the_error(
+    server: HttpRig, path: str, word: str
+) -> None:
+    refused = server.ask("POST", path, {"model": MODEL, "input": "a"})
     assert (refused.status, refused.error["code"]) == (404, "unsupported_endpoint")
     assert refused.error["type"] == "invalid_request_error"
     assert word in refused.error["message"]
 
 
-def test_the_error_for_a_wrong_path_suggests_the_right_one(door: HttpRig) -> None:
-    assert "/v1/chat/completions" in door.ask("POST", "/chat/completions", {}).error["message"]
-    assert "POST" in door.ask("GET", CHAT).error["message"]
+def test_the_error_for_a_wrong_path_suggests_the_right_one(server: HttpRig) -> None:
+    assert "/v1/chat/completions" in server.ask("POST", "/chat/completions", {}).error["message"]
+    assert "POST" in server.ask("GET", CHAT).error["message"]
 
 
 # -- the document --
 
 
-def test_the_openapi_document_lists_each_route_and_is_valid(door: HttpRig) -> None:
-    answer = door.ask("GET", "/openapi.json")
+def test_the_openapi_document_lists_each_route_and_is_valid(server: HttpRig) -> None:
+    answer = server.ask("GET", "/openapi.json")
     assert answer.status == 200
     found = answer.value
     assert found["openapi"].startswith("3.1.")
@@ -180,12 +182,12 @@ def test_the_openapi_document_lists_each_route_and_is_valid(door: HttpRig) -> No
             node = node[part]
     for path, method, _ in operations:
         if "{" not in path and path != "/pensieve/memory":
-            asked = door.ask(method.upper(), path, {} if method == "post" else None)
+            asked = server.ask(method.upper(), path, {} if method == "post" else None)
             assert "unknown endpoint" not in asked.body.decode(), path
 
 
-def test_the_openapi_document_describes_bodies_as_they_are_parsed(door: HttpRig) -> None:
-    paths = door.ask("GET", "/openapi.json").value["paths"]
+def test_the_openapi_document_describes_bodies_as_they_are_parsed(server: HttpRig) -> None:
+    paths = server.ask("GET", "/openapi.json").value["paths"]
 
     def body(path: str) -> Any:
         return paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -205,5 +207,5 @@ def test_the_openapi_document_describes_bodies_as_they_are_parsed(door: HttpRig)
     accepted = {name: True for name, kind in types.items() if kind == "boolean"}
     for name in accepted:
         asked = {"model": MODEL, "messages": [USER], "max_tokens": 1, name: "no"}
-        refused = door.ask("POST", CHAT, asked)
+        refused = server.ask("POST", CHAT, asked)
         assert (refused.status, refused.error["param"]) == (400, name)

@@ -26,20 +26,20 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[HttpRig]:
+def server(tmp_path: Path) -> Iterator[HttpRig]:
     with http_rig(tmp_path / "data") as found:
         yield found
 
 
-def raw(door: HttpRig, data: bytes) -> bytes:
+def raw(server: HttpRig, data: bytes) -> bytes:
     """Send bytes, and return everything received until the connection is closed."""
-    with connected(door) as sock:
+    with connected(server) as sock:
         sock.sendall(data)
         return received(sock)
 
 
-def connected(door: HttpRig) -> socket.socket:
-    host, _, port = door.address.rpartition(":")
+def connected(server: HttpRig) -> socket.socket:
+    host, _, port = server.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
@@ -50,12 +50,12 @@ def received(sock: socket.socket) -> bytes:
     return found
 
 
-def test_without_tokens_only_local_host_names_are_served(door: HttpRig) -> None:
-    assert door.ask("GET", "/v1/models").status == 200
-    assert door.ask("GET", "/v1/models", headers={"host": "LOCALHOST:80"}).status == 200
-    rebound = door.ask("GET", "/v1/models", headers={"host": "evil.example"})
+def test_without_tokens_only_local_host_names_are_served(server: HttpRig) -> None:
+    assert server.ask("GET", "/v1/models").status == 200
+    assert server.ask("GET", "/v1/models", headers={"host": "LOCALHOST:80"}).status == 200
+    rebound = server.ask("GET", "/v1/models", headers={"host": "evil.example"})
     assert (rebound.status, rebound.error["type"]) == (403, "permission_error")
-    assert raw(door, b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403")
+    assert raw(server, b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403")
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def insecure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
             yield found
 
 
-def test_requests_from_other_origins_are_refused_without_cors_headers(door: HttpRig) -> None:
-    answer = door.ask("GET", "/v1/models", headers={"origin": "https://evil.example"})
+def test_requests_from_other_origins_are_refused_without_cors_headers(server: HttpRig) -> None:
+    answer = server.ask("GET", "/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status == 403
     assert "access-control-allow-origin" not in answer.headers
-    assert door.ask("GET", "/v1/models", headers={"origin": "null"}).status == 403
-    same = door.ask("GET", "/v1/models", headers={"origin": f"http://{door.address}"})
+    assert server.ask("GET", "/v1/models", headers={"origin": "null"}).status == 403
+    same = server.ask("GET", "/v1/models", headers={"origin": f"http://{server.address}"})
     assert same.status == 200
     assert "access-control-allow-origin" not in same.headers
 
@@ -108,15 +108,15 @@ def test_requests_from_other_origins_are_refused_without_cors_headers(door: Http
 def test_allowed_origins_and_hosts_are_served(tmp_path: Path) -> None:
     site = "https://chat.example"
     allowed = {"http_origins": frozenset({site}), "http_hosts": frozenset({"box.example"})}
-    with http_rig(tmp_path / "data", http=allowed) as door:
+    with http_rig(tmp_path / "data", http=allowed) as server:
         headers = {"origin": site, "host": "box.example:8000"}
-        answer = door.ask("GET", "/v1/models", headers=headers)
+        answer = server.ask("GET", "/v1/models", headers=headers)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, site)
         asked = {**headers, "access-control-request-headers": "authorization, x-session-id"}
-        preflight = door.ask("OPTIONS", CHAT, headers=asked)
+        preflight = server.ask("OPTIONS", CHAT, headers=asked)
         assert preflight.status == 204
         assert "x-session-id" in preflight.headers["access-control-allow-headers"]
-        wrong = door.ask("POST", CHAT, {}, headers)
+        wrong = server.ask("POST", CHAT, {}, headers)
         assert (wrong.status, wrong.headers["access-control-allow-origin"]) == (400, site)
 
 
@@ -124,22 +124,22 @@ def test_with_tokens_all_paths_but_health_and_version_require_one(tmp_path: Path
     given, entry = callers.new_token("red", admin=False)
     other, _ = callers.new_token("red", admin=False)
     tokens = callers.tokens_of(tmp_path / "tokens", entry.encode())
-    with http_rig(tmp_path / "data", http={"tokens": tokens}) as door:
-        assert door.ask("GET", "/health", headers={"host": "any.example"}).status == 200
-        assert door.ask("GET", "/version").status == 200
+    with http_rig(tmp_path / "data", http={"tokens": tokens}) as server:
+        assert server.ask("GET", "/health", headers={"host": "any.example"}).status == 200
+        assert server.ask("GET", "/version").status == 200
         for path in ("/v1/models", CHAT, "/nowhere"):
-            answer = door.ask("GET", path)
+            answer = server.ask("GET", path)
             assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
             assert answer.headers["www-authenticate"] == "Bearer"
         wrong = {"authorization": f"Bearer {other}"}
-        assert door.ask("GET", "/v1/models", headers=wrong).status == 401
+        assert server.ask("GET", "/v1/models", headers=wrong).status == 401
         for headers in ({"authorization": f"bearer {given}"}, {"x-api-key": given}):
-            assert door.ask("GET", "/v1/models", headers=headers).status == 200
-        answer = door.chat("Hello", headers={"x-api-key": given})
+            assert server.ask("GET", "/v1/models", headers=headers).status == 200
+        answer = server.chat("Hello", headers={"x-api-key": given})
         named = answer.headers["x-pensieve-conversation-id"]
-        threads, reader = door.rig.daemon.threads, door.rig.daemon.reader
+        threads, reader = server.rig.daemon.threads, server.rig.daemon.reader
         look = threads.in_reader("red", reader.get_conversation, named, tenant="red")
-        found = door.rig.call(look)
+        found = server.rig.call(look)
         assert found.num_messages == 2
 
 
@@ -147,17 +147,19 @@ def test_a_rate_limited_request_gets_a_retry_after_header(tmp_path: Path) -> Non
     given, entry = callers.new_token("red", admin=False)
     (token,) = callers.tokens_of(tmp_path / "tokens", entry.encode())
     slow = callers.Token(token.sha256, "red", limits=Limits(requests_per_second=0.01))
-    with http_rig(tmp_path / "data", http={"tokens": (slow,)}, limits={"red": slow.limits}) as door:
+    with http_rig(
+        tmp_path / "data", http={"tokens": (slow,)}, limits={"red": slow.limits}
+    ) as server:
         headers = {"x-api-key": given}
-        assert door.ask("GET", "/v1/models", headers=headers).status == 200
-        answer = door.ask("GET", "/v1/models", headers=headers)
+        assert server.ask("GET", "/v1/models", headers=headers).status == 200
+        answer = server.ask("GET", "/v1/models", headers=headers)
         assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
         assert 1 <= int(answer.headers["retry-after"]) <= 100
         assert int(answer.headers["retry-after-ms"]) > 1000
 
 
-def test_bodies_have_a_limit_and_must_be_json(door: HttpRig) -> None:
-    large = door.ask("POST", CHAT, b" " * (exchange_module.BODY_BYTES_MAX + 1))
+def test_bodies_have_a_limit_and_must_be_json(server: HttpRig) -> None:
+    large = server.ask("POST", CHAT, b" " * (exchange_module.BODY_BYTES_MAX + 1))
     assert (large.status, large.error["code"]) == (413, "request_too_large")
     for body, code in (
         (b"", "invalid_json"),
@@ -168,16 +170,16 @@ def test_bodies_have_a_limit_and_must_be_json(door: HttpRig) -> None:
         (b"[]", "invalid_type"),
         (b'"\xff"', "invalid_json"),
     ):
-        answer = door.ask("POST", CHAT, body)
+        answer = server.ask("POST", CHAT, body)
         assert (answer.status, answer.error["code"]) == (400, code), body[:20]
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert door.ask("POST", CHAT, b"{}", form).status == 400
+    assert server.ask("POST", CHAT, b"{}", form).status == 400
 
 
-def test_a_chunked_body_has_the_same_limit(door: HttpRig) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: {door.address}\r\ntransfer-encoding: chunked\r\n\r\n"
+def test_a_chunked_body_has_the_same_limit(server: HttpRig) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: {server.address}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
-    with connected(door) as sock:
+    with connected(server) as sock:
         sock.sendall(head.encode())
         answer = b""
 
@@ -196,8 +198,8 @@ def test_a_chunked_body_has_the_same_limit(door: HttpRig) -> None:
     sending.join()
 
 
-def test_a_refused_body_is_discarded_up_to_a_limit(door: HttpRig) -> None:
-    connection = door.connection()
+def test_a_refused_body_is_discarded_up_to_a_limit(server: HttpRig) -> None:
+    connection = server.connection()
     most = b" " * connections_module.UNWANTED_BYTES_MAX
     connection.request("POST", CHAT, most[: -(1 << 20)], {"content-type": "application/json"})
     answer = connection.getresponse()
@@ -206,12 +208,12 @@ def test_a_refused_body_is_discarded_up_to_a_limit(door: HttpRig) -> None:
     connection.request("GET", "/version")  # on the same connection
     assert connection.getresponse().status == 200
     connection.close()
-    with closing(door.connection()) as another, pytest.raises(ConnectionError):
+    with closing(server.connection()) as another, pytest.raises(ConnectionError):
         another.request("POST", CHAT, most * 2, {"content-type": "application/json"})
 
 
-def test_a_connection_serves_many_requests(door: HttpRig) -> None:
-    connection = door.connection()
+def test_a_connection_serves_many_requests(server: HttpRig) -> None:
+    connection = server.connection()
     for _ in range(3):
         connection.request("GET", "/v1/models")
         assert json.loads(connection.getresponse().read())["object"] == "list"
@@ -223,31 +225,33 @@ def test_a_connection_serves_many_requests(door: HttpRig) -> None:
     connection.close()
 
 
-def test_pipelined_requests_are_answered_in_order(door: HttpRig) -> None:
-    one = f"GET /version HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
-    last = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\nconnection: close\r\n\r\n".encode()
-    answer = raw(door, one + one + last)
+def test_pipelined_requests_are_answered_in_order(server: HttpRig) -> None:
+    one = f"GET /version HTTP/1.1\r\nhost: {server.address}\r\n\r\n".encode()
+    last = (
+        f"GET /v1/models HTTP/1.1\r\nhost: {server.address}\r\nconnection: close\r\n\r\n".encode()
+    )
+    answer = raw(server, one + one + last)
     assert answer.count(b"HTTP/1.1 200") == 3
     assert answer.index(b'"version"') < answer.index(b'"list"')
 
 
 def test_slow_request_heads_are_cut_off_but_idle_connections_are_not(
-    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+    server: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
-    with connected(door) as slow, connected(door) as idle:
+    with connected(server) as slow, connected(server) as idle:
         slow.sendall(b"GET /v1/models HTTP/1.1\r\n")
         assert received(slow) == b""  # closed
-        idle.sendall(f"GET /version HTTP/1.0\r\nhost: {door.address}\r\n\r\n".encode())
+        idle.sendall(f"GET /version HTTP/1.0\r\nhost: {server.address}\r\n\r\n".encode())
         assert received(idle).startswith(b"HTTP/1.1 200")
 
 
 def test_a_refused_body_that_never_arrives_is_cut_off(
-    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+    server: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
-    with connected(door) as sock:
-        head = f"POST /nowhere HTTP/1.1\r\nhost: {door.address}\r\ncontent-length: 100\r\n\r\n"
+    with connected(server) as sock:
+        head = f"POST /nowhere HTTP/1.1\r\nhost: {server.address}\r\ncontent-length: 100\r\n\r\n"
         sock.sendall(head.encode() + b"x")
         answer = received(sock)
         assert answer.startswith(b"HTTP/1.1 404")
@@ -269,43 +273,45 @@ def holding(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None
     return hold, release
 
 
-def test_a_waiting_stream_sends_keep_alives(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_stream_sends_keep_alives(
+    server: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exchange_module, "KEEP_ALIVE_SECONDS", 0.1)
-    engine = door.rig.daemon.engine
+    engine = server.rig.daemon.engine
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    connection = door.connection()
+    connection = server.connection()
     hold, release = holding(engine)
-    door.rig.call(hold())
+    server.rig.call(hold())
     connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     assert answer.status == 200
     assert answer.readline() == exchange_module.KEEP_ALIVE.split(b"\n")[0] + b"\n"
-    door.rig.call(release())
+    server.rig.call(release())
     rest = answer.read()
     assert rest.endswith(b"data: [DONE]\n\n")
     connection.close()
 
 
-def test_a_body_counts_towards_memory_limits_until_its_stream_ends(door: HttpRig) -> None:
+def test_a_body_counts_towards_memory_limits_until_its_stream_ends(server: HttpRig) -> None:
     """The messages of a response stay in memory while it waits for the engine."""
-    engine, incoming = door.rig.daemon.engine, door.rig.server.guard.incoming
+    engine, incoming = server.rig.daemon.engine, server.rig.server.guard.incoming
     body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
     hold, release = holding(engine)
-    door.rig.call(hold())
-    connection = door.connection()
+    server.rig.call(hold())
+    connection = server.connection()
     connection.request(
         "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
     )
     answer = connection.getresponse()
     assert answer.readline().startswith(b"event: response.created")
     assert incoming.bytes_held[""] > 1000
-    door.rig.call(release())
+    server.rig.call(release())
     assert b"event: response." in answer.read()
     connection.close()
     wait_for(lambda: not incoming.bytes_held[""])
 
 
-def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(door: HttpRig) -> None:
+def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(server: HttpRig) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Hello"}],
@@ -313,7 +319,7 @@ def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(door: HttpRig) -> N
         "ignore_eos": True,
         "stream": True,
     }
-    connection = door.connection()
+    connection = server.connection()
     connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     named = answer.headers["x-pensieve-conversation-id"]
@@ -325,30 +331,30 @@ def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(door: HttpRig) -> N
             text += delta.get("content") or ""
     answer.close()
     connection.close()
-    wait_for(lambda: door.rig.num_live == 0)
-    _, reply = door.rig.messages(named)
+    wait_for(lambda: server.rig.num_live == 0)
+    _, reply = server.rig.messages(named)
     assert reply.content.startswith(text)
     assert reply.num_tokens < 2000
 
 
-def test_a_disconnect_before_the_first_token_stores_no_messages(door: HttpRig) -> None:
+def test_a_disconnect_before_the_first_token_stores_no_messages(server: HttpRig) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3000}
-    connection = door.connection()
+    connection = server.connection()
     connection.request(
         "POST",
         CHAT,
         json.dumps({**body, "ignore_eos": True}),
         {"content-type": "application/json"},
     )
-    wait_for(lambda: door.rig.num_live == 1)
+    wait_for(lambda: server.rig.num_live == 1)
     connection.close()
-    wait_for(lambda: door.rig.num_live == 0)
+    wait_for(lambda: server.rig.num_live == 0)
 
     async def conversations() -> Any:
-        daemon = door.rig.daemon
+        daemon = server.rig.daemon
         return await daemon.threads.in_reader("", daemon.reader.list_conversations, 10, "")
 
-    found = door.rig.call(conversations()).conversations
+    found = server.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)
 
 
@@ -370,18 +376,18 @@ def test_a_disconnect_ends_an_unstored_turn_despite_its_idempotency_key(tmp_path
 
 
 def test_a_client_that_reads_no_answers_is_cut_off(
-    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+    server: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "STALL_SECONDS", 0.3)
-    one = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
-    host, _, port = door.address.rpartition(":")
+    one = f"GET /v1/models HTTP/1.1\r\nhost: {server.address}\r\n\r\n".encode()
+    host, _, port = server.address.rpartition(":")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(60)
         sock.connect((host, int(port)))
         with pytest.raises(ConnectionError):  # when the daemon stops reading and closes
             sock.sendall(one * 1_000_000)
-    assert door.ask("GET", "/v1/models").status == 200
+    assert server.ask("GET", "/v1/models").status == 200
 
 
 def test_unread_answer_bytes_of_a_tenant_are_limited(tmp_path: Path) -> None:
@@ -390,22 +396,22 @@ def test_unread_answer_bytes_of_a_tenant_are_limited(tmp_path: Path) -> None:
     little = callers.Token(token.sha256, "red", limits=Limits(unread_bytes=100))
     with http_rig(
         tmp_path / "data", http={"tokens": (little,)}, limits={"red": little.limits}
-    ) as door:
+    ) as server:
         headers = {"x-api-key": given}
-        assert door.ask("GET", "/version", headers=headers).status == 200
-        answer = door.ask("GET", "/v1/models", headers=headers)
+        assert server.ask("GET", "/version", headers=headers).status == 200
+        answer = server.ask("GET", "/v1/models", headers=headers)
         assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
         assert "unread bytes; read them first" in answer.error["message"]
 
         async def unread() -> int:
-            return door.rig.daemon.allowance("red").num_unread_bytes
+            return server.rig.daemon.allowance("red").num_unread_bytes
 
-        wait_for(lambda: door.rig.call(unread()) == 0)
+        wait_for(lambda: server.rig.call(unread()) == 0)
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://", "x", "//", "\x80"])
-def test_a_malformed_origin_is_refused(door: HttpRig, origin: str) -> None:
-    assert door.ask("GET", "/v1/models", headers={"origin": origin}).status == 403
+def test_a_malformed_origin_is_refused(server: HttpRig, origin: str) -> None:
+    assert server.ask("GET", "/v1/models", headers={"origin": origin}).status == 403
 
 
 def test_accepted_sockets_have_tcp_nodelay() -> None:

@@ -16,14 +16,14 @@ SHORT: dict[str, Any] = {"model": MODEL, "max_output_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     with http_rig(Path(tmp_path_factory.mktemp("http")) / "data", model=True) as found:
         yield found
 
 
 @pytest.fixture
-def client(door: HttpRig) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as found:
+def client(server: HttpRig) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
@@ -52,15 +52,15 @@ def test_a_conversation_is_created_updated_and_deleted(client: openai.OpenAI) ->
 
 
 def test_responses_and_grpc_continue_the_same_conversation(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
     first = client.responses.create(conversation=made.id, input="My name is Ann.", **SHORT)
     assert first.conversation is not None
     assert first.conversation.id == made.id
-    said = door.rig.ask(made.id, "What is my name?", create_if_missing=False)
+    said = server.rig.ask(made.id, "What is my name?", create_if_missing=False)
     after = client.responses.create(conversation=made.id, input="Thanks.", **SHORT)
-    stored = [each.content for each in door.rig.messages(made.id)]
+    stored = [each.content for each in server.rig.messages(made.id)]
     assert stored == [
         "My name is Ann.",
         first.output_text,
@@ -101,27 +101,30 @@ def test_items_are_listed_page_by_page_in_both_orders(client: openai.OpenAI) -> 
 
 
 def test_added_items_are_stored_with_the_next_turn_and_keep_their_ids(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
     added = client.conversations.items.create(made.id, items=[user("One."), user("Two.")])
-    assert door.rig.messages(made.id) == []
+    assert server.rig.messages(made.id) == []
     assert [each.id for each in added.data] == [
         each.id for each in client.conversations.items.list(made.id, order="asc")
     ]
     response = client.responses.create(conversation=made.id, input="Three.", **SHORT)
-    stored = [each.content for each in door.rig.messages(made.id)]
+    stored = [each.content for each in server.rig.messages(made.id)]
     assert stored == ["One.", "Two.", "Three.", response.output_text]
     ids = [each.id for each in client.conversations.items.list(made.id, order="asc")]
     assert ids[:2] == [each.id for each in added.data]
     again = client.responses.create(conversation=made.id, input="Four.", **SHORT)
-    assert [each.content for each in door.rig.messages(made.id)][4:] == ["Four.", again.output_text]
+    assert [each.content for each in server.rig.messages(made.id)][4:] == [
+        "Four.",
+        again.output_text,
+    ]
 
 
 def test_all_pending_items_of_a_conversation_share_one_limit(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
-    long = user("a" * (door.rig.daemon.context_max * 10))
+    long = user("a" * (server.rig.daemon.context_max * 10))
     made = client.conversations.create(items=[long])
     with pytest.raises(openai.BadRequestError, match="cannot fit a context"):
         client.conversations.items.create(made.id, items=[long])
@@ -129,13 +132,13 @@ def test_all_pending_items_of_a_conversation_share_one_limit(
     many = client.conversations.create()
     path, body = f"/v1/conversations/{many.id}/items", {"items": [user("?")] * 20}
     with ThreadPoolExecutor(7) as pool:
-        asked = [pool.submit(door.ask, "POST", path, body) for _ in range(7)]
+        asked = [pool.submit(server.ask, "POST", path, body) for _ in range(7)]
     assert sorted(each.result().status for each in asked) == [200] * 5 + [400] * 2
     assert len(texts(client, many.id)) == 100
 
 
 def test_an_unstored_response_sees_the_conversation_and_pending_items(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create(items=[user("My name is Ann.")])
     fields: Any = {"conversation": made.id, "input": "What is my name?", **SHORT}
@@ -154,17 +157,17 @@ def test_an_unstored_response_sees_the_conversation_and_pending_items(
 
 
 def test_a_deleted_pending_item_is_erased_from_the_disk(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create(items=[user("One."), user("SECRET-item")])
     last = client.conversations.items.list(made.id).data[0]
     client.conversations.items.delete(last.id or "", conversation_id=made.id)
-    folder = door.rig.daemon.store.folder.path
+    folder = server.rig.daemon.store.folder.path
     raw = b"".join(each.read_bytes() for each in folder.glob("conversations.db*"))
     assert b"SECRET-item" not in raw
 
 
-def test_only_the_last_item_can_be_deleted(door: HttpRig, client: openai.OpenAI) -> None:
+def test_only_the_last_item_can_be_deleted(server: HttpRig, client: openai.OpenAI) -> None:
     made = client.conversations.create()
     client.responses.create(conversation=made.id, input="One.", **SHORT)
     client.conversations.items.create(made.id, items=[user("Two.")])
@@ -174,25 +177,27 @@ def test_only_the_last_item_can_be_deleted(door: HttpRig, client: openai.OpenAI)
             client.conversations.items.delete(each.id or "", conversation_id=made.id)
     client.conversations.items.delete(pending.id or "", conversation_id=made.id)
     client.conversations.items.delete(reply.id or "", conversation_id=made.id)
-    assert door.rig.messages(made.id) == []
+    assert server.rig.messages(made.id) == []
     assert [each.id for each in client.conversations.items.list(made.id)] == [question.id]
     client.conversations.items.delete(question.id or "", conversation_id=made.id)
     assert texts(client, made.id) == []
 
 
-def test_a_conversation_keeps_its_first_instructions(door: HttpRig, client: openai.OpenAI) -> None:
+def test_a_conversation_keeps_its_first_instructions(
+    server: HttpRig, client: openai.OpenAI
+) -> None:
     made = client.conversations.create()
     given: Any
     for given in ({"instructions": "Be brief."}, {"instructions": "Be brief."}, {}):
         client.responses.create(conversation=made.id, input="Hi.", **SHORT, **given)
-    assert [each.content for each in door.rig.messages(made.id)].count("Be brief.") == 1
+    assert [each.content for each in server.rig.messages(made.id)].count("Be brief.") == 1
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(conversation=made.id, input="Hi.", instructions="Be long.", **SHORT)
     assert refused.value.param == "instructions"
 
 
 def test_a_conversation_refuses_a_second_turn_while_one_runs(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
     running = client.responses.create(
@@ -210,37 +215,37 @@ def test_a_conversation_refuses_a_second_turn_while_one_runs(
         client.conversations.items.create(made.id, items=[user("Two.")])
     client.responses.cancel(running.id)
     assert client.responses.create(conversation=made.id, input="Hi.", **SHORT).output_text
-    stored = [each.content for each in door.rig.messages(made.id)]
+    stored = [each.content for each in server.rig.messages(made.id)]
     assert "Count." not in stored
 
 
-def test_invalid_conversation_bodies_are_refused(door: HttpRig, client: openai.OpenAI) -> None:
+def test_invalid_conversation_bodies_are_refused(server: HttpRig, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 20"):
         client.conversations.create(items=[user("?")] * 21)
     with pytest.raises(openai.BadRequestError, match="cannot fit a context"):
         client.conversations.create(items=[user("a" * 1_000_000)])
-    wrong = door.ask("POST", "/v1/conversations", {"metadata": {"a": 1}})
+    wrong = server.ask("POST", "/v1/conversations", {"metadata": {"a": 1}})
     assert (wrong.status, wrong.error["param"]) == (400, "metadata")
-    unknown = door.ask("POST", "/v1/conversations", {"colour": "red"})
+    unknown = server.ask("POST", "/v1/conversations", {"colour": "red"})
     assert (unknown.status, unknown.error["code"]) == (400, "unsupported_parameter")
     image = {"type": "item_reference", "id": "msg_1"}
-    refused = door.ask("POST", "/v1/conversations", {"items": [image]})
+    refused = server.ask("POST", "/v1/conversations", {"items": [image]})
     assert (refused.status, refused.error["param"]) == (400, "items[0].type")
-    assert door.ask("GET", "/v1/conversations/prefix%3Arules").status == 404
+    assert server.ask("GET", "/v1/conversations/prefix%3Arules").status == 404
 
 
-def test_invalid_conversation_ids_are_not_found_and_not_echoed(door: HttpRig) -> None:
+def test_invalid_conversation_ids_are_not_found_and_not_echoed(server: HttpRig) -> None:
     long, held = "x" * 5000, "a\0b"
     asked = [
-        door.ask("POST", "/v1/responses", {"model": MODEL, "input": "Hi.", "conversation": each})
+        server.ask("POST", "/v1/responses", {"model": MODEL, "input": "Hi.", "conversation": each})
         for each in (long, held)
-    ] + [door.ask("GET", f"/v1/conversations/{each}/items") for each in (long, "a%00b")]
+    ] + [server.ask("GET", f"/v1/conversations/{each}/items") for each in (long, "a%00b")]
     assert [each.status for each in asked] == [404] * 4
     assert max(len(each.body) for each in asked) < 300
 
 
 def test_a_long_history_is_recomputed_with_other_instructions(
-    door: HttpRig, client: openai.OpenAI
+    server: HttpRig, client: openai.OpenAI
 ) -> None:
     talk = [user("Hm."), {"role": "assistant", "content": "Yes?"}] * 150
     first = client.responses.create(input=[*talk, user("And?")], instructions="Be brief.", **SHORT)
@@ -249,7 +254,7 @@ def test_a_long_history_is_recomputed_with_other_instructions(
     )
     assert answer.headers["x-pensieve-recompute-reason"] == "instructions"
     name = answer.headers["x-pensieve-conversation-id"]
-    assert len(door.rig.messages(name)) == 1 + 300 + 2 + 2
+    assert len(server.rig.messages(name)) == 1 + 300 + 2 + 2
 
 
 def test_item_ids_stay_the_same_when_instructions_are_added(

@@ -24,7 +24,7 @@ WRITES = ("rewind", "change_pending", "delete_last")  # jobs of the store thread
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     with http_rig(Path(tmp_path_factory.mktemp("races")) / "data") as found:
         yield found
 
@@ -32,25 +32,25 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
 class Talk:
     """A conversation over HTTP."""
 
-    def __init__(self, door: HttpRig, *texts: str) -> None:
-        self.door = door
-        made = door.ask("POST", "/v1/conversations", {"items": [_user(each) for each in texts]})
+    def __init__(self, server: HttpRig, *texts: str) -> None:
+        self.server = server
+        made = server.ask("POST", "/v1/conversations", {"items": [_user(each) for each in texts]})
         self.id = made.value["id"]
         self.path = f"/v1/conversations/{self.id}"
 
     def respond(self, text: str) -> Answer:
         body = {"model": MODEL, "input": text, "conversation": self.id, "max_output_tokens": 8}
-        return self.door.ask("POST", "/v1/responses", body)
+        return self.server.ask("POST", "/v1/responses", body)
 
     def add(self, text: str) -> Answer:
-        return self.door.ask("POST", f"{self.path}/items", {"items": [_user(text)]})
+        return self.server.ask("POST", f"{self.path}/items", {"items": [_user(text)]})
 
     def delete(self, item_id: str) -> Answer:
-        return self.door.ask("DELETE", f"{self.path}/items/{item_id}")
+        return self.server.ask("DELETE", f"{self.path}/items/{item_id}")
 
     def items(self) -> list[tuple[str, str]]:
         """Return the ids and texts of all items."""
-        found = self.door.ask("GET", f"{self.path}/items?order=asc").value["data"]
+        found = self.server.ask("GET", f"{self.path}/items?order=asc").value["data"]
         return [(each["id"], each["content"][0]["text"]) for each in found]
 
     def texts(self) -> list[str]:
@@ -61,7 +61,7 @@ class Talk:
 
     def stored(self) -> list[str]:
         """Return the texts in the history. All other items are pending."""
-        return [each.content for each in self.door.rig.messages(self.id)]
+        return [each.content for each in self.server.rig.messages(self.id)]
 
 
 def _user(text: str) -> Any:
@@ -69,9 +69,9 @@ def _user(text: str) -> Any:
 
 
 @contextmanager
-def overtaken(door: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable[[], Answer]]:
+def overtaken(server: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable[[], Answer]]:
     """Stop a request between its read and its first write. Yield a function that continues the request."""
-    threads = door.rig.daemon.threads
+    threads = server.rig.daemon.threads
     in_store, waits, goes_on = threads.in_store, threading.Event(), threading.Event()
 
     async def held(tenant: str, function: Any, /, *given: Any, **named: Any) -> Any:
@@ -95,11 +95,11 @@ def overtaken(door: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable
             goes_on.set()
 
 
-def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(door: HttpRig) -> None:
-    talk = Talk(door)
+def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(server: HttpRig) -> None:
+    talk = Talk(server)
     talk.respond("One.")
     reply = talk.last()
-    with overtaken(door, lambda: talk.delete(reply)) as deleted:
+    with overtaken(server, lambda: talk.delete(reply)) as deleted:
         answered = talk.respond("Two.")
         assert answered.status == 200
         refused = deleted()
@@ -108,44 +108,44 @@ def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(door: HttpRig) 
     assert talk.texts() == talk.stored()
     assert [text for text in talk.stored() if text in ("One.", "Two.")] == ["One.", "Two."]
     assert len(talk.stored()) == 4
-    assert door.ask("GET", f"/v1/responses/{answered.value['id']}").status == 200
+    assert server.ask("GET", f"/v1/responses/{answered.value['id']}").status == 200
 
 
-def test_two_concurrent_deletions_of_a_pending_item_delete_one_item(door: HttpRig) -> None:
-    talk = Talk(door, "One.", "Two.", "Three.")
+def test_two_concurrent_deletions_of_a_pending_item_delete_one_item(server: HttpRig) -> None:
+    talk = Talk(server, "One.", "Two.", "Three.")
     last = talk.last()
-    with overtaken(door, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as deleted:
         assert talk.delete(last).status == 200
         assert deleted().status == 404
     assert talk.texts() == ["One.", "Two."]
     assert talk.delete(last).status == 404
 
 
-def test_an_item_added_during_a_deletion_is_not_deleted(door: HttpRig) -> None:
-    talk = Talk(door, "One.", "Two.")
+def test_an_item_added_during_a_deletion_is_not_deleted(server: HttpRig) -> None:
+    talk = Talk(server, "One.", "Two.")
     last = talk.last()
-    with overtaken(door, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as deleted:
         assert talk.add("Three.").status == 200
         refused = deleted()
     assert (refused.status, refused.error["param"]) == (400, "item_id")
     assert talk.texts() == ["One.", "Two.", "Three."]
 
 
-def test_a_new_item_with_a_reused_id_is_not_deleted(door: HttpRig) -> None:
-    talk = Talk(door, "One.", "Two.")
+def test_a_new_item_with_a_reused_id_is_not_deleted(server: HttpRig) -> None:
+    talk = Talk(server, "One.", "Two.")
     last = talk.last()
-    with overtaken(door, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as deleted:
         assert talk.delete(last).status == 200
         assert talk.add("Three.").value["data"][0]["id"] == last
         assert deleted().status == 404
     assert talk.texts() == ["One.", "Three."]
 
 
-def test_a_new_reply_with_a_reused_id_is_not_deleted(door: HttpRig) -> None:
-    talk = Talk(door)
+def test_a_new_reply_with_a_reused_id_is_not_deleted(server: HttpRig) -> None:
+    talk = Talk(server)
     talk.respond("One.")
     (question, _), (reply, _) = talk.items()
-    with overtaken(door, lambda: talk.delete(reply)) as deleted:
+    with overtaken(server, lambda: talk.delete(reply)) as deleted:
         for each in (reply, question):
             assert talk.delete(each).status == 200
         talk.respond("One.")
@@ -155,11 +155,13 @@ def test_a_new_reply_with_a_reused_id_is_not_deleted(door: HttpRig) -> None:
     assert len(talk.stored()) == 2
 
 
-def test_two_concurrent_deletions_of_a_reply_leave_its_question_pending_once(door: HttpRig) -> None:
-    talk = Talk(door)
+def test_two_concurrent_deletions_of_a_reply_leave_its_question_pending_once(
+    server: HttpRig,
+) -> None:
+    talk = Talk(server)
     talk.respond("One.")
     reply = talk.last()
-    with overtaken(door, lambda: talk.delete(reply)) as deleted:
+    with overtaken(server, lambda: talk.delete(reply)) as deleted:
         assert talk.delete(reply).status == 200
         assert deleted().status == 404
     assert (talk.texts(), talk.stored()) == (["One."], [])
@@ -169,10 +171,10 @@ def test_two_concurrent_deletions_of_a_reply_leave_its_question_pending_once(doo
     assert again.status == 200
 
 
-def test_a_pending_item_that_a_turn_stored_during_its_deletion_is_kept(door: HttpRig) -> None:
-    talk = Talk(door, "One.")
+def test_a_pending_item_that_a_turn_stored_during_its_deletion_is_kept(server: HttpRig) -> None:
+    talk = Talk(server, "One.")
     last = talk.last()
-    with overtaken(door, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as deleted:
         assert talk.respond("Two.").status == 200
         assert deleted().status == 400
     assert talk.texts() == talk.stored()
@@ -183,9 +185,9 @@ def test_a_pending_item_that_a_turn_stored_during_its_deletion_is_kept(door: Htt
 
 
 @contextmanager
-def snapshots(door: HttpRig, folder: Path) -> Iterator[list[Path]]:
+def snapshots(server: HttpRig, folder: Path) -> Iterator[list[Path]]:
     """Copy the history's files after each commit. A daemon killed then would leave these files."""
-    figures, data = door.rig.daemon.store.figures, door.rig.daemon.store.folder.path
+    figures, data = server.rig.daemon.store.figures, server.rig.daemon.store.folder.path
     copies: list[Path] = []
 
     def copy(seconds: float) -> None:
@@ -217,12 +219,12 @@ def found_after(copy: Path, conversation_id: str) -> list[str] | None:
 
 
 def test_a_crash_during_the_deletion_of_a_reply_keeps_the_question(
-    door: HttpRig, tmp_path: Path
+    server: HttpRig, tmp_path: Path
 ) -> None:
-    talk = Talk(door)
+    talk = Talk(server)
     talk.respond("One.")
     before = talk.texts()
-    with snapshots(door, tmp_path) as copies:
+    with snapshots(server, tmp_path) as copies:
         assert talk.delete(talk.last()).status == 200
     seen = [found_after(each, talk.id) for each in copies]
     assert seen
@@ -231,10 +233,10 @@ def test_a_crash_during_the_deletion_of_a_reply_keeps_the_question(
 
 
 def test_a_crash_leaves_a_new_conversation_complete_or_absent(
-    door: HttpRig, tmp_path: Path
+    server: HttpRig, tmp_path: Path
 ) -> None:
-    with snapshots(door, tmp_path) as copies:
-        talk = Talk(door, "One.", "Two.")
+    with snapshots(server, tmp_path) as copies:
+        talk = Talk(server, "One.", "Two.")
     seen = [found_after(each, talk.id) for each in copies]
     assert seen
     assert all(each in (None, ["One.", "Two."]) for each in seen)

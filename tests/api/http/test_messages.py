@@ -19,29 +19,29 @@ TOOL: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     with http_rig(Path(tmp_path_factory.mktemp("http")) / "data", model=True) as found:
         yield found
 
 
 @pytest.fixture
-def client(door: HttpRig) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=door.url, api_key="none", max_retries=0) as found:
+def client(server: HttpRig) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as found:
         yield found
 
 
-def ask(door: HttpRig, path: str = "/v1/messages", **members: Any) -> Answer:
+def ask(server: HttpRig, path: str = "/v1/messages", **members: Any) -> Answer:
     body = {"model": MODEL, "max_tokens": 8, "messages": [USER], **members}
-    return door.ask("POST", path, body, {"anthropic-version": "2023-06-01"})
+    return server.ask("POST", path, body, {"anthropic-version": "2023-06-01"})
 
 
-def conversations(door: HttpRig) -> set[str]:
-    found = door.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=1000))
+def conversations(server: HttpRig) -> set[str]:
+    found = server.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=1000))
     return {each.conversation_id for each in found.conversations}
 
 
-def test_a_message_reports_its_usage_and_is_stored(door: HttpRig) -> None:
-    answer = ask(door, max_tokens=3)
+def test_a_message_reports_its_usage_and_is_stored(server: HttpRig) -> None:
+    answer = ask(server, max_tokens=3)
     assert answer.status == 200
     assert answer.headers["request-id"].startswith("req_")
     found = answer.value
@@ -54,7 +54,7 @@ def test_a_message_reports_its_usage_and_is_stored(door: HttpRig) -> None:
         "output_tokens": 3,
     }
     (block,) = found["content"]
-    stored = door.rig.messages(answer.headers["x-pensieve-conversation-id"])
+    stored = server.rig.messages(answer.headers["x-pensieve-conversation-id"])
     assert [each.content for each in stored] == ["How are you?", block["text"]]
 
 
@@ -74,8 +74,8 @@ def test_anthropics_client_asks_and_streams(client: anthropic.Anthropic) -> None
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
 
 
-def test_each_stream_event_is_named_by_its_type(door: HttpRig) -> None:
-    answer = ask(door, stream=True)
+def test_each_stream_event_is_named_by_its_type(server: HttpRig) -> None:
+    answer = ask(server, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     parts = [each for each in answer.body.decode().split("\n\n") if each and each[0] != ":"]
     lines = [each.split("\n") for each in parts]
@@ -123,22 +123,22 @@ def test_the_answer_names_the_stop_sequence(client: anthropic.Anthropic) -> None
 
 
 def test_count_tokens_equals_the_prompt_length_and_stores_nothing(
-    door: HttpRig, client: anthropic.Anthropic
+    server: HttpRig, client: anthropic.Anthropic
 ) -> None:
     asked: dict[str, Any] = {"model": MODEL, "system": "Be brief.", "messages": [USER]}
     whole = client.messages.create(**asked, max_tokens=1)
-    before = conversations(door)
+    before = conversations(server)
     usage = whole.usage  # an earlier conversation has the same system prompt
     num_tokens = usage.input_tokens + usage.cache_read_input_tokens
     assert client.messages.count_tokens(**asked).input_tokens == num_tokens
-    assert conversations(door) == before
+    assert conversations(server) == before
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.count_tokens(
             model=MODEL, messages=[{"role": "user", "content": "a b c " * 20_000}]
         )
 
 
-def test_errors_have_anthropics_shape(door: HttpRig, client: anthropic.Anthropic) -> None:
+def test_errors_have_anthropics_shape(server: HttpRig, client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "messages": [USER]}
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(**asked | {"model": "claude"})
@@ -150,20 +150,20 @@ def test_errors_have_anthropics_shape(door: HttpRig, client: anthropic.Anthropic
     long = {"role": "user", "content": "word " * 8_000}
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**asked | {"messages": [long]})
-    refused = door.ask("POST", "/v1/messages", b"{")
+    refused = server.ask("POST", "/v1/messages", b"{")
     assert refused.status == 400
     assert refused.value["type"] == "error"
     assert refused.error["type"] == "invalid_request_error"
-    elsewhere = door.ask("POST", "/v1/messages", b"{}", {"origin": "http://elsewhere.example"})
+    elsewhere = server.ask("POST", "/v1/messages", b"{}", {"origin": "http://elsewhere.example"})
     assert (elsewhere.status, elsewhere.error["type"]) == (403, "permission_error")
 
 
-def test_a_reply_follows_the_output_schema(door: HttpRig) -> None:
+def test_a_reply_follows_the_output_schema(server: HttpRig) -> None:
     form = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
-    answer = ask(door, max_tokens=40, output_config={"format": form})
+    answer = ask(server, max_tokens=40, output_config={"format": form})
     assert answer.status == 200
     assert json.loads(answer.value["content"][-1]["text"]) in ("yes", "no")
     wrong = {"type": "json_schema", "schema": {"$ref": "#/nowhere"}}
-    refused = ask(door, output_config={"format": wrong})
+    refused = ask(server, output_config={"format": wrong})
     assert refused.status == 400
     assert "output_config.format.schema" in refused.error["message"]

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def door(folder: Path) -> Iterator[HttpRig]:
+def server(folder: Path) -> Iterator[HttpRig]:
     model = write_model(folder / "model", QWEN_3)
     program = (sys.executable, "-m", "tests.conversations.scripted_engine", str(folder / "script"))
     with http_rig(
@@ -41,8 +41,8 @@ def door(folder: Path) -> Iterator[HttpRig]:
 
 
 @pytest.fixture
-def client(door: HttpRig, folder: Path) -> Iterator[Client]:
-    with Client(door.rig.server.address) as found:
+def client(server: HttpRig, folder: Path) -> Iterator[Client]:
+    with Client(server.rig.server.address) as found:
         yield found
 
 
@@ -76,19 +76,19 @@ def test_clients_can_choose_the_repetition_length(client: Client) -> None:
     assert 64 <= reply.usage.output_tokens < 104
 
 
-def test_openai_chat_reports_length_and_the_stop_reason(door: HttpRig, folder: Path) -> None:
-    whole = door.chat("What do you like?", model="model", max_tokens=900).value["choices"][0]
+def test_openai_chat_reports_length_and_the_stop_reason(server: HttpRig, folder: Path) -> None:
+    whole = server.chat("What do you like?", model="model", max_tokens=900).value["choices"][0]
     assert (whole["finish_reason"], whole["stop_reason"]) == ("length", "repetition")
     write_script(folder / "script", [LOOP])
     body: dict[str, Any] = {"model": "model", "max_tokens": 900, "stream": True}
-    last = door.chat("What do you like?", **body).events[-2]["choices"][0]
+    last = server.chat("What do you like?", **body).events[-2]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("length", "repetition")
     write_script(folder / "script", ["Tea."])
-    assert "stop_reason" not in door.chat("And you?", model="model").value["choices"][0]
+    assert "stop_reason" not in server.chat("And you?", model="model").value["choices"][0]
 
 
-def test_openais_client_reads_a_reply_stopped_for_repetition(door: HttpRig, folder: Path) -> None:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as typed:
+def test_openais_client_reads_a_reply_stopped_for_repetition(server: HttpRig, folder: Path) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as typed:
         text = typed.completions.create(model="model", prompt="I like", max_tokens=900)
         assert text.choices[0].finish_reason == "length"
         write_script(folder / "script", [LOOP])
@@ -98,8 +98,8 @@ def test_openais_client_reads_a_reply_stopped_for_repetition(door: HttpRig, fold
         assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_anthropics_client_reads_a_reply_stopped_for_repetition(door: HttpRig) -> None:
-    with anthropic.Anthropic(base_url=door.url, api_key="none", max_retries=0) as typed:
+def test_anthropics_client_reads_a_reply_stopped_for_repetition(server: HttpRig) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as typed:
         message = typed.messages.create(
             model="model",
             max_tokens=900,
@@ -108,7 +108,7 @@ def test_anthropics_client_reads_a_reply_stopped_for_repetition(door: HttpRig) -
     assert message.stop_reason == "max_tokens"
 
 
-def test_a_batch_reports_repetition_like_chat(door: HttpRig) -> None:
+def test_a_batch_reports_repetition_like_chat(server: HttpRig) -> None:
     messages = [{"role": "user", "content": "What do you like?"}]
     line = {
         "custom_id": "a",
@@ -116,7 +116,7 @@ def test_a_batch_reports_repetition_like_chat(door: HttpRig) -> None:
         "url": "/v1/chat/completions",
         "body": {"model": "model", "messages": messages},
     }
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as typed:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as typed:
         file = typed.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = typed.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -129,13 +129,13 @@ def test_a_batch_reports_repetition_like_chat(door: HttpRig) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "repetition")
 
 
-def test_the_gateway_reports_repetition(door: HttpRig) -> None:
+def test_the_gateway_reports_repetition(server: HttpRig) -> None:
     body = {
         "conversation_id": "page",
         "messages": [{"content": "What do you like?"}],
         "create_if_missing": True,
     }
-    answer = door.ask("POST", "/pensieve.v1.ConversationService/SendMessage", body)
+    answer = server.ask("POST", "/pensieve.v1.ConversationService/SendMessage", body)
     events = [
         json.loads(line[6:])
         for line in answer.body.decode().splitlines()

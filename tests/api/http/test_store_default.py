@@ -17,42 +17,42 @@ USER: Any = {"role": "user", "content": SECRET}
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[HttpRig]:
+def server(tmp_path: Path) -> Iterator[HttpRig]:
     config = DaemonConfig(grace_seconds=0.2, store_default=False)
     with http_rig(tmp_path / "data", config=config) as found:
         yield found
 
 
-def num_conversations(door: HttpRig) -> int:
-    found = door.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=100))
+def num_conversations(server: HttpRig) -> int:
+    found = server.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=100))
     return len(found.conversations)
 
 
-def ask(door: HttpRig, path: str, **members: Any) -> Any:
-    answer = door.ask("POST", path, {"model": MODEL, **members})
+def ask(server: HttpRig, path: str, **members: Any) -> Any:
+    answer = server.ask("POST", path, {"model": MODEL, **members})
     assert answer.status == 200, answer.body
     return answer
 
 
-def test_nothing_is_stored_unless_the_request_says_so(door: HttpRig, tmp_path: Path) -> None:
-    chat = ask(door, "/v1/chat/completions", messages=[USER], max_tokens=4)
-    response = ask(door, "/v1/responses", input=SECRET, max_output_tokens=4)
-    message = ask(door, "/v1/messages", messages=[USER], max_tokens=4)
+def test_nothing_is_stored_unless_the_request_says_so(server: HttpRig, tmp_path: Path) -> None:
+    chat = ask(server, "/v1/chat/completions", messages=[USER], max_tokens=4)
+    response = ask(server, "/v1/responses", input=SECRET, max_output_tokens=4)
+    message = ask(server, "/v1/messages", messages=[USER], max_tokens=4)
     assert all("x-pensieve-conversation-id" not in each.headers for each in (chat, message))
     assert response.value["store"] is False
-    assert door.ask("GET", f"/v1/responses/{response.value['id']}").status == 404
-    assert num_conversations(door) == 0
+    assert server.ask("GET", f"/v1/responses/{response.value['id']}").status == 404
+    assert num_conversations(server) == 0
     held = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in path.read_bytes() for path in held)
-    ask(door, "/v1/chat/completions", messages=[USER], max_tokens=4, store=True)
-    kept = ask(door, "/v1/responses", input=SECRET, max_output_tokens=4, store=True).value
+    ask(server, "/v1/chat/completions", messages=[USER], max_tokens=4, store=True)
+    kept = ask(server, "/v1/responses", input=SECRET, max_output_tokens=4, store=True).value
     assert kept["store"] is True
-    assert door.ask("GET", f"/v1/responses/{kept['id']}").status == 200
-    assert num_conversations(door) == 2
+    assert server.ask("GET", f"/v1/responses/{kept['id']}").status == 200
+    assert num_conversations(server) == 2
 
 
-def test_a_named_conversation_is_stored(door: HttpRig) -> None:
-    made = door.ask("POST", "/v1/conversations", {}).value["id"]
-    ask(door, "/v1/responses", input="Hello", max_output_tokens=4, conversation=made)
-    items = door.ask("GET", f"/v1/conversations/{made}/items").value["data"]
+def test_a_named_conversation_is_stored(server: HttpRig) -> None:
+    made = server.ask("POST", "/v1/conversations", {}).value["id"]
+    ask(server, "/v1/responses", input="Hello", max_output_tokens=4, conversation=made)
+    items = server.ask("GET", f"/v1/conversations/{made}/items").value["data"]
     assert [each["role"] for each in items] == ["assistant", "user"]
