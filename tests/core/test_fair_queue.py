@@ -49,7 +49,7 @@ def test_an_idle_share_saves_up_no_credit() -> None:
     stage.until_ended(busy[19])
     late = [stage.ask(f"late{i}", 4, 2, share="late") for i in range(20)]
     stage.until_ended(late[9])
-    assert 9 <= len(admitted(busy)) - 20 <= 11, "they take turns, from now on"
+    assert 9 <= len(admitted(busy)) - 20 <= 11, "the shares must alternate from now on"
     stage.run_until_idle()
     again = stage.ask("again", 4, 2, share="late")
     other = [stage.ask(f"other{i}", 4, 2, share="other") for i in range(3)]
@@ -128,9 +128,9 @@ def test_a_long_prompt_delays_only_its_own_share() -> None:
     stage.next()
     assert other.usage.admitted_at is not None
     stage.until_ended(other)
-    assert long.frontier > 150, "it went on meanwhile"
+    assert long.frontier > 150, "the long prompt must progress meanwhile"
     stage.until_ended(own)
-    assert not long.num_output_tokens, "and in its own share short ones pass it"
+    assert not long.num_output_tokens, "short prompts of its own share must pass it"
     stage.run_until_idle()
 
 

@@ -211,7 +211,7 @@ class World:
             self.act()
             if one.is_done:
                 break
-            assert self.active, "nothing is active and nothing goes"
+            assert self.active, "no request is active and none is submitted"
             request = choose.choice(self.active)
             group = one.group_of(request)
             shares = self.groups[group].prefix_tokens >= CHUNK
@@ -229,7 +229,7 @@ class World:
             if not any(one.group_of(each) == group for each in self.active):
                 self.there.discard(group)
             one.check()
-        assert one.is_done, "requests are left"
+        assert one.is_done, "some requests have no result"
         assert self.results == dict.fromkeys(range(self.num_requests), 1)
         shared = [n for n, each in enumerate(self.groups) if each.prefix_tokens >= CHUNK]
         assert sorted(self.dropped) == shared, "each prefix is dropped once"
@@ -243,7 +243,9 @@ class World:
         while (action := one.next()) is not None:
             if isinstance(action, DropPrefix):
                 members = self.groups[action.group].members
-                assert all(self.results.get(each) for each in members), "somebody needs it"
+                assert all(self.results.get(each) for each in members), (
+                    "a request still needs the dropped prefix"
+                )
                 self.dropped.append(action.group)
                 continue
             request = action.request
@@ -266,7 +268,9 @@ class World:
             shared = self.groups[group].prefix_tokens // CHUNK
             own = [each for each in self.active if self.feed.group_of(each) == group]
             pages += shared + sum(-(-self.num_tokens[each] // CHUNK) - shared for each in own)
-        assert pages <= self.config.pages_max or len(self.active) == 1, "more than memory holds"
+        assert pages <= self.config.pages_max or len(self.active) == 1, (
+            "the active requests exceed the memory"
+        )
 
 
 @pytest.mark.parametrize("first", range(0, 600, 150))

@@ -80,7 +80,9 @@ def test_a_first_long_iteration_leaves_time_for_the_next_one() -> None:
     assert allowed[0] == pytest.approx((10.0 + 1.0) / 3)
     assert max(waits) <= 10.0 + 1e-9
     half = pipeline(2, 12, lambda times, now, since: 1.0 if now < 4.0 else 5.0)
-    assert max(half[2]) == pytest.approx(14.0), "each within its half, and a turn waits for 3c - d"
+    assert max(half[2]) == pytest.approx(14.0), (
+        "each iteration is within its half, and a turn waits for 3c - d"
+    )
     assert taken[-1] > 4.9
 
 

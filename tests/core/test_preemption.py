@@ -82,7 +82,9 @@ def test_the_latest_turn_of_lowest_priority_is_preempted_and_resumes_first() -> 
     assert states[0] is states[2] is states[3] is TurnState.RUNNING
     stage.until_ended(high)
     stage.next()
-    assert b.state is TurnState.RUNNING, "before the one that never ran, which is of its level now"
+    assert b.state is TurnState.RUNNING, (
+        "it must run before the turn of the same level that never ran"
+    )
     assert late.state is TurnState.QUEUED
     stage.run_until_idle()
 
@@ -119,7 +121,7 @@ def test_a_preempted_turn_rises_a_level_so_preemptions_are_bounded() -> None:
     for number in range(40):
         stage.until_ended(stage.ask(f"high{number}", 2, 1, priority=2))
         stage.step()
-    assert low.usage.suspensions == 2, "once of level 0, once of level 1"
+    assert low.usage.suspensions == 2, "suspended once at level 0 and once at level 1"
     stage.run_until_idle()
     assert low.level == 2
 

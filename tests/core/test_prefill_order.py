@@ -127,7 +127,7 @@ def test_a_higher_level_goes_before_a_shorter_prompt() -> None:
     stage.next()
     short = stage.ask("short", 20, 1)
     stage.next()
-    assert tokens_of(stage, high) == BUDGET, "nothing is held back for lower ones"
+    assert tokens_of(stage, high) == BUDGET, "no budget is reserved for lower levels"
     assert short.state is TurnState.QUEUED
     stage.run_until_idle()
 

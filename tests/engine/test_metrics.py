@@ -127,7 +127,9 @@ def test_predictions_are_compared_with_measured_iteration_times(tbt: float) -> N
     rig = rig_with(tbt, cost=EVEN)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=20))
     rig.take(0.2, 0.2)
-    assert figures(rig)["iterations_predicted"] == 0, "nothing was known before these"
+    assert figures(rig)["iterations_predicted"] == 0, (
+        "no prediction existed before these iterations"
+    )
     rig.take(0.2, 0.2, 0.2, 0.4, 0.2, 0.2)
     found = figures(rig)
     assert found["iterations_predicted"] == 6

@@ -76,7 +76,7 @@ def examine(
     usage = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", dump(path, "-res-usage")
     )
-    assert usage, "no function in it"
+    assert usage, "the kernel file has no function"
     for name, registers, stack, local in usage:
         assert int(registers) <= REGISTERS_MAX.get(source, 64), (name, registers)
         assert (int(stack), int(local)) == (0, 0), f"{name} spills"

@@ -101,7 +101,7 @@ def test_a_call_does_not_wait_for_a_stopped_helper() -> None:
         def work() -> None:
             print("go", file=stdin, flush=True)
             ready, _, _ = select.select([stdout], [], [], HANGS_AFTER_SECONDS)
-            assert ready, "it waits for a helper that is stopped"
+            assert ready, "the call waits for a stopped helper"
             assert stdout.readline() == "done\n"
 
         stopped: list[int] = []

@@ -155,7 +155,7 @@ def test_close_ends_the_copier(world: World) -> None:
     workers = [each for each in threading.enumerate() if each.name == "pensieve-copier"]
     world.executor.close()
     ended = [worker for worker in workers if not worker.is_alive()]
-    assert len(ended) == 1, "others may be of executors that nobody has closed"
+    assert len(ended) == 1, "other copier threads may belong to executors that were not closed"
 
 
 class MeetingMemory(KVMemory):

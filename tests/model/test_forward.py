@@ -142,7 +142,7 @@ def test_graphs_sample_the_same_tokens_as_the_model(
     """Turns come and go, so graphs of all sizes run between mixed iterations. Pages move meanwhile."""
     model, captured = loaded("llama-gqa"), Captured()
     world = World(model, device_pages=200, depth=depth, graphs=graphed(model, captured))
-    assert captured.captured == 4, "of 1, 2, 4 and 8 rows"
+    assert captured.captured == 4, "one graph each for 1, 2, 4 and 8 rows"
     draw = random.Random(depth)
     running: list[Any] = []
     replayed = set()
@@ -317,7 +317,7 @@ def test_a_graph_reads_the_plan_of_its_batch(
             work = seen[-1]
             for found, records in ((work.items, plan.items), (work.merges, plan.merges)):
                 assert found[: len(records)].tolist() == [list(record) for record in records]
-                assert not found[len(records) :].any(), "what is behind them is nothing to do"
+                assert not found[len(records) :].any(), "the rest of the list must be empty"
             assert tuple(work.pack_rows.tolist())[: len(plan.pack_rows)] == plan.pack_rows
             assert plan.num_part_rows <= len(work.part_sums)
 

@@ -24,7 +24,7 @@ FolderOf = Callable[[str], Path]
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.bfloat16, 0, 0, "int8")
 
 needs_library = pytest.mark.skipif(
-    compiled_library() is None, reason="torch's own products depend on who shares the batch"
+    compiled_library() is None, reason="torch's own products depend on other rows in the batch"
 )
 
 

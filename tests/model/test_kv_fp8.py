@@ -28,8 +28,8 @@ def model(folder_of: FolderOf) -> LoadedModel:
 def test_scales_are_powers_of_two_with_room_above_the_probed_values() -> None:
     largest = torch.tensor([1e-9, 0.7, 1.0, 27.99, 28.0, 28.01, 3e4])
     fitting = largest / torch.exp2(exponents_for(largest).float())
-    assert (fitting * HEADROOM <= 448.0).all(), "so much larger it may be before it is cut off"
-    assert (fitting * HEADROOM > 448.0 / 2.01).all(), "and no smaller than it has to be"
+    assert (fitting * HEADROOM <= 448.0).all(), "values this much larger must not be clamped"
+    assert (fitting * HEADROOM > 448.0 / 2.01).all(), "the scale must not be larger than necessary"
     assert exponents_for(torch.tensor([0.0, NAN, INFINITY])).tolist() == [0, 0, 0]
     assert exponents_for(torch.tensor([1e-38, 3e38])).tolist() == [-60, 60]
 

@@ -93,7 +93,9 @@ def test_the_return_model_starts_with_a_sensible_prior() -> None:
         model.turn_ended(f"{away}", EndedTurn(1500, 250, 0, away), 3.0)
         for away in (10, 100, 1000, 1e6)
     ]
-    assert ratios == sorted(ratios, reverse=True), "those who announce to be away for longer"
+    assert ratios == sorted(ratios, reverse=True), (
+        "a longer announced absence must give a lower ratio"
+    )
     assert model.worth(0.0) >= model.worth(60.0) > 3 * model.worth(600.0) > 0
 
 
@@ -109,8 +111,10 @@ def test_the_return_model_learns_how_soon_conversations_return() -> None:
     quick, slow = ReturnModel(), ReturnModel()
     live(quick, 0.0, 1800.0, 0.5, 8.0)
     live(slow, 0.0, 1800.0, 0.5, 300.0)
-    assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), "a page is soon free again"
-    assert quick.worth(60.0) < 0.2 * quick.worth(0.0), "who has not returned by now hardly will"
+    assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), (
+        "quick returns must be worth more, as they free the page sooner"
+    )
+    assert quick.worth(60.0) < 0.2 * quick.worth(0.0), "after a minute, a return is unlikely"
     assert slow.worth(60.0) > 0.5 * slow.worth(0.0)
 
 
@@ -145,7 +149,7 @@ def test_the_return_model_adapts_to_a_shifting_workload() -> None:
     quick = expected(model, now)
     assert quick > 4 * before, "within twenty minutes"
     now = live(model, now, 1200.0, 0.0, 1.0)
-    assert expected(model, now) < 0.75 * quick, "nobody returns any more"
+    assert expected(model, now) < 0.75 * quick, "conversations no longer return"
 
 
 def test_the_return_model_counts_a_return_once_even_without_kv() -> None:
@@ -169,7 +173,7 @@ def test_a_fork_inherits_the_number_of_turns() -> None:
     model.forked("a", "b", 0.4)
     model.forked("unknown", "c", 0.4)
     model.turn_began("b", 0.5)
-    assert model.weights == list(PRIOR_WEIGHTS), "that a fork is used says nothing"
+    assert model.weights == list(PRIOR_WEIGHTS), "use of a fork must not change the weights"
     for name in ("a", "b", "c"):
         model.turn_ended(name, MESSAGE, 0.6)
     assert [model._gaps[name].num_turns for name in ("a", "b", "c")] == [4, 4, 1]
@@ -204,7 +208,7 @@ def test_a_return_after_hours_does_not_count() -> None:
     model.turn_ended("b", MESSAGE, 86_400.0)
     reached = model._reached[-1]
     model.turn_began("a", 86_400.0)
-    assert model._reached[-1] == reached, "it counts as one that stayed away"
+    assert model._reached[-1] == reached, "a return after a day must count as no return"
 
 
 def test_no_client_hint_raises_the_value_of_a_conversation() -> None:
@@ -256,17 +260,19 @@ def test_chunks_that_are_faster_to_recompute_are_not_swapped_in() -> None:
         True,
         True,
     ]
-    assert policy().worth_swapping_in(0), "how long copies take is not known"
+    assert policy().worth_swapping_in(0), "the time of copies is unknown"
 
 
 def test_chunks_unlikely_to_be_used_again_are_not_swapped_out() -> None:
     learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
-    assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "nothing is known yet"
+    assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "the model has learned nothing yet"
     learnt.trial.followed = Order.LEARNED
     likely, unlikely = held((0.0, 1.0)), held((0.0, 0.02))
     assert learnt.worth_swapping_out(likely, 0, 1.0)
     assert not learnt.worth_swapping_out(unlikely, 0, 1.0)
-    assert not learnt.worth_swapping_out(likely, 0, 5000.0), "it has been away for too long"
+    assert not learnt.worth_swapping_out(likely, 0, 5000.0), (
+        "the conversation has been idle for too long"
+    )
     assert policy().worth_swapping_out(unlikely, 0, 1.0)
 
 

@@ -24,7 +24,7 @@ every_set = pytest.mark.usefixtures("kernel")
 
 def attend(case: Case) -> torch.Tensor:
     done = cpu.multi_token_attention(case.inputs, case.out)
-    assert done, "the compiled kernel did not take it"
+    assert done, "the compiled kernel did not accept the inputs"
     return case.out
 
 

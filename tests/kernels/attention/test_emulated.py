@@ -274,7 +274,7 @@ def test_queries_and_keys_are_rotated_while_keys_are_written(head_size: int, rot
         found = arena[slot // 32, :, :, slot % 32]
         torch.testing.assert_close(found[0], keys[token], rtol=1e-2, atol=1e-2)
         assert torch.equal(found[1], value[token])
-    assert int(arena[:, 0, 0, :, 0].isfinite().sum()) == tokens, "something was written elsewhere"
+    assert int(arena[:, 0, 0, :, 0].isfinite().sum()) == tokens, "another slot was written"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -61,7 +61,7 @@ def test_keys_and_values_are_rounded_like_in_torch(dtype: torch.dtype) -> None:
         assert same_bytes(by_slot[slots, side], to_fp8(written, scales[side]))
     others = torch.ones(len(by_slot), dtype=torch.bool)
     others[slots] = False
-    assert not by_slot[others].float().any(), "something was written elsewhere"
+    assert not by_slot[others].float().any(), "another slot was written"
 
 
 @pytest.mark.parametrize("kernel", ["write_kv", "rotate_and_write_kv"])
@@ -111,7 +111,9 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
         near = by_elements[slot // 32, 0, :, slot % 32].float()
         torch.testing.assert_close(keys * scales[0, :, None], near, rtol=2**-4, atol=2**-9)
         assert torch.equal(values, to_fp8(value[token], scales[1]).float())
-    assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, "one went elsewhere"
+    assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, (
+        "another slot was written"
+    )
 
 
 def test_fp8_pages_need_scales_and_have_no_hopper_kernel() -> None:

@@ -119,19 +119,19 @@ def test_decodes_over_shared_pages_read_them_once(
     plan = plan_work(lengths, starts, 4, 8, TILING, blocks, waves_more, shared)
     check(plan, lengths, starts, 4)
     assert pages_read(plan) == 64 + 32 * 5
-    assert plan.num_part_rows * 8 * 129 * 4 < 10e6, "of partial results"
+    assert plan.num_part_rows * 8 * 129 * 4 < 10e6, "too many bytes of partial results"
     assert len(plan.merges) == 32
     packs = [item for item in plan.items if item.pack_row >= 0]
-    assert {item.num_rows for item in packs} == {128}, "rows of all of them"
+    assert {item.num_rows for item in packs} == {128}, "each pack must have 128 rows"
     assert len(packs) > 1, "one long pack would be the last to end"
     assert pages_read(plan_work(lengths, starts, 4, 8, TILING, blocks)) == 32 * 69
 
 
 def test_shared_pages_are_not_packed_if_that_costs_more_than_it_saves() -> None:
     two = plan_work([1] * 2, [5000, 5000], 4, 8, TILING, HOPPER, shared=shared_of([0, 0], [1]))
-    assert not two.pack_rows, "a page less, for parts and a block more"
+    assert not two.pack_rows, "one page saved does not pay for the parts and another block"
     idle = plan_work([1] * 2, [400, 400], 4, 1, TILING, HOPPER, shared=shared_of([0, 0], [12]))
-    assert not idle.pack_rows, "all ends with the longest, and the merge comes on top"
+    assert not idle.pack_rows, "packing does not shorten the longest block and adds a merge"
     many = [1] * 200
     plan = plan_work(many, [5000] * 200, 4, 8, TILING, HOPPER, shared=shared_of([0] * 200, [5]))
     assert plan.pack_rows
@@ -153,7 +153,7 @@ def test_wide_tiles_are_packed_if_one_kernel_computes_all_tiles() -> None:
     assert {item.num_rows for item in plan.items if item.pack_row >= 0} == {128}
     assert {item.key_begin for item in plan.items if item.slice_index == 3} >= {0}
     on_hopper = plan_work(lengths, starts, 4, 8, TILING, HOPPER, shared=shared)
-    assert not on_hopper.pack_rows, "they are of a kernel that takes no packs"
+    assert not on_hopper.pack_rows, "the kernel of these slices supports no packs"
 
 
 # -- on emulated threads --

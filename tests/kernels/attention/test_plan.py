@@ -60,7 +60,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
         assert rows == [merge.first_part_row + i * num_rows for i in range(len(runs))]
         assert min(run[1] - run[0] for run in runs[:-1]) >= PART_PAGES_MIN * PAGE_SLOTS // 2
         taken += [(row, row + num_rows) for row in rows]
-    assert not merged, "a merge of what was not cut"
+    assert not merged, "tiles that were not cut are merged"
     for (_, before), (after, _) in itertools.pairwise(sorted(taken)):
         assert before <= after, "two parts share rows"
     assert all(end <= plan.num_part_rows for _, end in taken)

@@ -29,7 +29,7 @@ def test_the_fused_sum_and_norm_match_torch(rows: int, width: int, dtype: torch.
         cuda.add_and_norm_launch(residual[-1:], added[-1:], weight, 1e-5, alone, of_one),
         backwards=True,
     )
-    assert torch.equal(of_one, normed[-1:]), "a row depends on nothing but itself"
+    assert torch.equal(of_one, normed[-1:]), "a row must not depend on other rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

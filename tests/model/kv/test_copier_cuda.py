@@ -117,7 +117,9 @@ def test_swapped_pages_are_correct_in_any_stream_order(
             if not copier.swap_ins_outstanding:
                 for page, value in arriving.items():
                     moved = memory.device_arena[:, page]
-                    assert bool((moved == value).all()), "arrived before it was there"
+                    assert bool((moved == value).all()), (
+                        "the swap-in was reported before it had finished"
+                    )
             copier.wait_layer(layer)
             for page, value in fresh.items():
                 memory.write(layer, page, value)
@@ -130,7 +132,9 @@ def test_swapped_pages_are_correct_in_any_stream_order(
             kind, page, host_page, value = outstanding.pop(copy_id)
             if kind == "out":
                 found = memory.host_arena[:, host_page]
-                assert bool((found == value).all()), "reported before it was there"
+                assert bool((found == value).all()), (
+                    "the swap-out was reported before it had finished"
+                )
                 on_host[host_page] = value
                 free_device.append(page)
             else:
@@ -156,7 +160,7 @@ def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch)
     copier.submit([], [SwapOut(1, 0, 0, SIZE)])
     deadline = time.monotonic() + WAIT_SECONDS
     while len(gate.queue) < 3:  # an event to wait for, a layer, an event
-        assert time.monotonic() < deadline, "the worker gave nothing to its stream"
+        assert time.monotonic() < deadline, "the worker launched nothing on its stream"
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
     copier.launch_rest()

@@ -29,7 +29,7 @@ def test_the_arena_is_page_aligned_locked_by_layer_and_unlocked_after_use(
     monkeypatch.setattr(host_arena, "_unregister", unlocked.append)
     arena = host_arena.allocate(3, 8192, CPU)
     begin = arena.data_ptr()
-    assert locked == [(begin + 8192 * i, 8192) for i in range(3)], "a layer is a piece"
+    assert locked == [(begin + 8192 * i, 8192) for i in range(3)], "each layer is locked separately"
     assert begin % 4096 == 0
     arena.fill_(7)
     view = arena.view(2, -1)
@@ -70,7 +70,7 @@ def test_locking_reports_its_progress_and_a_refusal_unlocks(
     with pytest.raises(DeviceError, match=r"refuses to lock.*returned 2.*--host-cache.*ulimit -l"):
         host_arena.allocate(4, 1 << 20, CPU)
     gc.collect()
-    assert len(unlocked) == 2, "what was locked before is given back"
+    assert len(unlocked) == 2, "layers that were already locked must be unlocked"
 
 
 def test_an_arena_larger_than_memory_is_refused() -> None:

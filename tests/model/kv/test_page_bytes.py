@@ -74,7 +74,7 @@ def test_a_host_page_is_checked_by_the_checksum_of_its_copy(
         crc = zlib.crc32(pages.read([KvPlace(True, 3, num_slots)]))
         with caplog.at_level(logging.WARNING):
             assert not pages.is_intact(KvPlace(True, 3, num_slots), crc)
-    assert pages.is_intact(KvPlace(False, 3, 8), 0), "pages of the device have no sums"
+    assert pages.is_intact(KvPlace(False, 3, 8), 0), "device pages have no checksums"
 
 
 def test_a_received_page_is_checked_by_the_checksum_sent_with_it() -> None:

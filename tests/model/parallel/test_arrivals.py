@@ -107,7 +107,7 @@ def test_rank_0_must_prove_the_secret_too() -> None:
         present(RankPipe(theirs, FRAME_BYTES_MAX), SECRET, other_identity())
     thread.join()
     theirs.close()
-    assert pipe.receive() is None, "it was sent nothing of the rank"
+    assert pipe.receive() is None, "the rank must send nothing to a false rank 0"
     ours.close()
 
 
@@ -255,7 +255,7 @@ def test_the_error_names_the_missing_ranks() -> None:
     ):
         arrivals.wait()
     thread.join()
-    assert visitors.sockets[0].recv(1) == b"", "it is let go"
+    assert visitors.sockets[0].recv(1) == b"", "the connection must be closed"
     visitors.sockets[0].close()
 
 

@@ -297,7 +297,7 @@ class Replayer(Recorder):
 
     def __init__(self, own: Executor, recorded: Recorder) -> None:
         super().__init__(own)
-        assert own.depth == 1, "it waits by iterations of its own"
+        assert own.depth == 1, "the replaying executor must have depth 1"
         self._recorded = recorded
         self._unreported: set[int] = set()
 
@@ -421,7 +421,7 @@ def test_a_worker_that_dies_is_a_device_error(
         monkeypatch.setattr(world.own, "launch", launched.append)
         with pytest.raises(DeviceError, match="rank 1 ended"):
             world.executor.launch(Iteration(9, ()))
-        assert launched == [], "rank 0 waits for nobody in a collective"
+        assert launched == [], "rank 0 must not wait for the dead rank in a collective"
         assert not alive(pid)
 
 
