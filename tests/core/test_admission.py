@@ -10,7 +10,7 @@ from tests.core.world import Stage
 # -- order of the turns --
 
 
-def test_a_higher_priority_is_served_before_those_who_wait_longer() -> None:
+def test_a_higher_priority_is_admitted_before_turns_that_wait_longer() -> None:
     stage = Stage(3, 0)
     first = stage.ask("a", 5)
     stage.next()
@@ -23,7 +23,7 @@ def test_a_higher_priority_is_served_before_those_who_wait_longer() -> None:
     assert first.usage.finished_at <= high.usage.admitted_at < low.usage.admitted_at
 
 
-def test_nobody_is_overtaken_for_ever() -> None:
+def test_a_low_priority_turn_is_overtaken_a_bounded_number_of_times() -> None:
     stage = Stage(3, 0)
     low = stage.ask("low", 2)
     high = [stage.ask(f"high{number}", 2, priority=1) for number in range(70)]
@@ -68,7 +68,7 @@ def test_all_pages_of_a_context_are_reserved_at_once() -> None:
     assert stage.cache.device.num_empty == 12 - 8
 
 
-def test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_by_one() -> None:
+def test_a_turn_without_room_is_passed_a_bounded_number_of_times() -> None:
     """A message whose history fills two thirds of the device waits in front of short messages."""
     stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
     stage.say("long", 260)
@@ -87,7 +87,7 @@ def test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_b
     stage.run_until_idle()
 
 
-def test_who_needs_pages_from_the_host_passes_nobody() -> None:
+def test_a_turn_that_needs_swap_ins_passes_no_waiting_turn() -> None:
     """`away` stays behind `long`, because its swap-ins would delay the swap-outs that `long` waits for."""
     stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
     stage.say("away", 20)

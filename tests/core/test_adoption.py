@@ -34,7 +34,7 @@ def test_a_turn_behind_adopted_chunks_recomputes_nothing() -> None:
     assert stage.cache.counters.adopted == 3
 
 
-def test_parts_come_from_the_end_and_what_did_not_come_is_a_hole() -> None:
+def test_parts_are_adopted_from_the_end_and_missing_chunks_are_holes() -> None:
     stage = Stage(12, 8)
     moved(stage, "a", 17)
     assert pages_of(stage, "a", 3, [4]) == [3]
@@ -44,7 +44,7 @@ def test_parts_come_from_the_end_and_what_did_not_come_is_a_hole() -> None:
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (12, 4)
 
 
-def test_a_chunk_that_was_damaged_is_a_hole_between_others() -> None:
+def test_a_damaged_chunk_becomes_a_hole_between_adopted_chunks() -> None:
     stage = Stage(12, 8)
     moved(stage, "a", 17)
     assert pages_of(stage, "a", 0, [4, 0, 4, 4]) == [3, 2, 0]
@@ -53,7 +53,7 @@ def test_a_chunk_that_was_damaged_is_a_hole_between_others() -> None:
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (12, 4)
 
 
-def test_a_host_tier_without_room_takes_the_last_chunks() -> None:
+def test_a_small_host_tier_adopts_only_the_last_chunks() -> None:
     stage = Stage(12, 2)
     moved(stage, "a", 17)
     assert pages_of(stage, "a", 0, [4, 4, 4, 4]) == [3, 2]
@@ -63,7 +63,7 @@ def test_a_host_tier_without_room_takes_the_last_chunks() -> None:
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (8, 8)
 
 
-def test_without_a_host_tier_nothing_is_adopted_and_nothing_is_kept() -> None:
+def test_without_a_host_tier_no_chunk_is_adopted() -> None:
     stage = Stage(8, 0)
     moved(stage, "a", 9)
     assert pages_of(stage, "a", 0, [4, 4]) == []
@@ -71,7 +71,7 @@ def test_without_a_host_tier_nothing_is_adopted_and_nothing_is_kept() -> None:
     assert stage.say("a", 2).usage.recomputed_tokens == 8
 
 
-def test_what_has_been_idle_for_longer_makes_room_and_what_is_as_good_does_not() -> None:
+def test_adopted_chunks_evict_only_less_valuable_chunks() -> None:
     stage = Stage(8, 2)
     stage.say("old", 8)
     stage.cache.move_to_host("old", stage.now)
@@ -85,7 +85,7 @@ def test_what_has_been_idle_for_longer_makes_room_and_what_is_as_good_does_not()
     assert pages_of(stage, "twin", 0, [4, 4]) == []  # as old as the chunks that it would evict
 
 
-def test_pages_of_a_turn_that_runs_and_of_copies_are_never_taken() -> None:
+def test_adoption_takes_no_host_pages_of_a_running_turn() -> None:
     stage = Stage(8, 2, swap_out_below=1.0)
     stage.say("busy", 7)
     stage.run_until_idle()  # now clean: the host has copies of both pages
@@ -98,7 +98,7 @@ def test_pages_of_a_turn_that_runs_and_of_copies_are_never_taken() -> None:
     stage.until_ended(running)
 
 
-def test_a_conversation_that_runs_a_turn_adopts_nothing() -> None:
+def test_a_conversation_with_a_running_turn_adopts_no_chunks() -> None:
     stage = Stage(12, 8)
     moved(stage, "a", 9)
     running = stage.ask("a", 2, 4)
@@ -107,7 +107,7 @@ def test_a_conversation_that_runs_a_turn_adopts_nothing() -> None:
     stage.until_ended(running)
 
 
-def test_what_is_there_already_is_left_as_it_is() -> None:
+def test_chunks_already_in_the_cache_are_not_adopted_again() -> None:
     stage = Stage(12, 8)
     moved(stage, "a", 13)
     assert pages_of(stage, "a", 1, [4, 4]) == [2, 1]
@@ -132,7 +132,7 @@ def test_adopted_chunks_are_shared_by_forks_and_evicted_like_others() -> None:
 
 
 @pytest.mark.parametrize("copy_share", [0.5, 2.0])
-def test_what_would_be_computed_sooner_than_copied_in_is_not_adopted(copy_share: float) -> None:
+def test_chunks_that_are_faster_to_recompute_are_not_adopted(copy_share: float) -> None:
     stage = Stage(12, 8, policy="return", copy_share=copy_share)
     moved(stage, "a", 9)
     assert pages_of(stage, "a", 0, [4, 4]) == ([1, 0] if copy_share < 1 else [])

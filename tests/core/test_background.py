@@ -34,7 +34,7 @@ def test_a_job_alone_has_the_whole_machine() -> None:
     assert num_of_job(stage) == 256
 
 
-def test_while_a_prompt_is_computed_a_job_pauses() -> None:
+def test_a_job_pauses_while_a_prompt_is_computed() -> None:
     stage = Stage(400, 0, **DEAR)
     job(stage, 4)
     stage.next()
@@ -47,7 +47,7 @@ def test_while_a_prompt_is_computed_a_job_pauses() -> None:
     assert [name for name, _, _ in stage.slices()] == ["person"]
 
 
-def test_while_a_prompt_is_computed_a_job_pauses_beside_those_who_generate() -> None:
+def test_a_job_pauses_for_a_prompt_while_other_turns_generate() -> None:
     """The scheduler has already learned that a job token costs little."""
     stage = Stage(900, 0, **{**CHEAP, "batch_tokens_max": 64})
     stage.ask("generating", 4, 300)
@@ -69,7 +69,7 @@ def test_while_a_prompt_is_computed_a_job_pauses_beside_those_who_generate() -> 
     assert max(taken) >= 5
 
 
-def test_an_interactive_turn_comes_before_a_job_that_came_first() -> None:
+def test_an_interactive_turn_runs_before_an_earlier_job() -> None:
     stage = Stage(400, 0, **DEAR)
     job(stage, 3, num_prompt=200)
     stage.ask("person", 4, 1)
@@ -77,7 +77,7 @@ def test_an_interactive_turn_comes_before_a_job_that_came_first() -> None:
     assert stage.slices()[0] == ("person", 0, 4)
 
 
-def test_where_each_token_lengthens_the_iteration_a_job_waits_until_nobody_generates() -> None:
+def test_with_expensive_tokens_a_job_waits_until_no_turn_generates() -> None:
     stage = Stage(400, 0, **DEAR)
     person = stage.ask("person", 4, 600)
     stage.next()
@@ -92,7 +92,7 @@ def test_where_each_token_lengthens_the_iteration_a_job_waits_until_nobody_gener
     assert num_of_job(stage) >= 8
 
 
-def test_where_tokens_cost_little_a_job_grows_beside_turns_that_generate() -> None:
+def test_with_cheap_tokens_a_job_grows_beside_generating_turns() -> None:
     stage = Stage(400, 0, **CHEAP)
     person = stage.ask("person", 4, 200)
     stage.next()
@@ -108,7 +108,7 @@ def test_where_tokens_cost_little_a_job_grows_beside_turns_that_generate() -> No
     stage.run_until_idle()
 
 
-def test_alone_a_job_has_short_iterations_while_somebody_may_come_back() -> None:
+def test_iterations_of_a_lone_job_stay_short_until_quiet_seconds_have_passed() -> None:
     stage = Stage(900, 0, **DEAR)
     stage.say("person", 4, 2)
     job(stage, 6, num_prompt=250, num_reply=2)
@@ -124,7 +124,7 @@ def test_alone_a_job_has_short_iterations_while_somebody_may_come_back() -> None
     assert num_of_job(stage) == 256
 
 
-def test_a_job_gives_its_pages_to_an_interactive_turn_and_loses_nothing() -> None:
+def test_a_job_gives_its_pages_to_an_interactive_turn_and_loses_no_tokens() -> None:
     stage = Stage(24, 60, **DEAR)
     job(stage, 5, num_prompt=15, num_reply=4)
     stage.next()
@@ -149,7 +149,7 @@ def test_a_job_gives_its_place_to_an_interactive_turn() -> None:
     stage.run_until_idle()
 
 
-def test_many_who_come_at_once_all_have_their_places_at_once() -> None:
+def test_interactive_turns_that_arrive_together_all_replace_jobs_at_once() -> None:
     stage = Stage(900, 0, **{**CHEAP, "turns_max": 16})
     job(stage, 16, num_reply=200)
     stage.next()
@@ -161,7 +161,7 @@ def test_many_who_come_at_once_all_have_their_places_at_once() -> None:
     stage.run_until_idle()
 
 
-def test_an_iteration_with_little_to_do_says_nothing_about_how_much_fits() -> None:
+def test_small_iterations_do_not_reduce_the_token_budget_of_jobs() -> None:
     stage = Stage(900, 0, **{**DEAR, "batch_tokens_max": 512})
     stage.say("person", 4, 2)
     job(stage, 1, num_prompt=300, num_reply=2)
@@ -174,7 +174,7 @@ def test_an_iteration_with_little_to_do_says_nothing_about_how_much_fits() -> No
     assert sum(stop - start for _, start, stop in stage.slices()) > 4 * TOKENS_MIN
 
 
-def test_what_a_job_has_used_is_no_interactive_share_s_advantage() -> None:
+def test_tokens_used_by_jobs_give_no_interactive_share_an_advantage() -> None:
     """A share that starts to wait is treated like the other interactive shares, whatever a job has used."""
     stage = Stage(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})
     job(stage, 1, num_prompt=4)
@@ -202,5 +202,5 @@ def test_what_a_job_has_used_is_no_interactive_share_s_advantage() -> None:
         Shape(background=0.8, host_pages=0, device_pages=9, failing=0.02),
     ],
 )
-def test_random_traffic_beside_a_job_ends_and_is_right(shape: Shape, seed: int) -> None:
+def test_random_traffic_beside_a_job_ends_with_correct_replies(shape: Shape, seed: int) -> None:
     run(seed, shape, checks_every=2)

@@ -18,7 +18,7 @@ from tests.core.world import Stage
 AHEAD: dict[str, Any] = {"swap_out_below": 1.0}  # all idle chunks are copied to the host
 
 
-def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -> None:
+def test_a_conversation_that_returns_before_reclaim_needs_no_swap_in() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 8)
     stage.run_until_idle()
@@ -55,7 +55,7 @@ def test_lazy_reclaim_takes_the_least_valuable_clean_page() -> None:
     assert stage.cache.counters.dropped == 0
 
 
-def test_what_was_reclaimed_is_swapped_in() -> None:
+def test_reclaimed_chunks_are_swapped_in() -> None:
     stage = Stage(8, 16, **AHEAD)
     stage.say("a", 8)
     stage.run_until_idle()
@@ -71,7 +71,7 @@ def test_what_was_reclaimed_is_swapped_in() -> None:
     stage.run_until_idle()
 
 
-def test_a_partly_filled_chunk_is_copied_as_far_as_it_goes() -> None:
+def test_only_the_filled_slots_of_a_chunk_are_swapped_out() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 6)
     stage.next()
@@ -86,7 +86,7 @@ def test_a_partly_filled_chunk_is_copied_as_far_as_it_goes() -> None:
     assert stage.where("a") == "cc"
 
 
-def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() -> None:
+def test_no_swap_out_starts_before_all_swap_ins_have_finished() -> None:
     stage = Stage(12, 12)
     stage.say("a", 8)
     stage.run_until_idle()
@@ -109,7 +109,7 @@ def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() ->
     assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # the last one is of `a`
 
 
-def test_on_a_full_host_the_oldest_makes_room() -> None:
+def test_a_full_host_evicts_its_oldest_chunk() -> None:
     """A host of 2 pages: an older chunk on the host makes room for a younger chunk of the device."""
     stage = Stage(12, 2)
     stage.say("a", 8)
@@ -126,7 +126,7 @@ def test_on_a_full_host_the_oldest_makes_room() -> None:
     assert (cache.counters.marked_to_drop, cache.counters.dropped) == (1, 0)
 
 
-def test_on_a_full_host_a_less_valuable_newcomer_is_marked_to_drop() -> None:
+def test_a_device_chunk_worth_less_than_a_full_hosts_is_marked_to_drop() -> None:
     """The only chunk of `b` is cheap. The host holds the most expensive chunk of `a`. Both are long idle."""
     stage = Stage(12, 1, policy="value")
     stage.say("a", 32)
@@ -143,7 +143,7 @@ def test_on_a_full_host_a_less_valuable_newcomer_is_marked_to_drop() -> None:
     assert cache.available == 12
 
 
-def test_a_chunk_on_a_full_host_stays_if_it_is_worth_a_little_more() -> None:
+def test_a_full_host_keeps_chunks_that_are_worth_a_little_more() -> None:
     """`new` has been idle for 20 seconds and `old` for 30, so `new` is worth 1.5 times as much."""
     stage = Stage(12, 2, policy="lru")
     stage.say("old", 8)
@@ -156,7 +156,7 @@ def test_a_chunk_on_a_full_host_stays_if_it_is_worth_a_little_more() -> None:
     assert (stage.where("old"), stage.where("new")) == ("xx", "hh")
 
 
-def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
+def test_without_host_pages_chunks_are_dropped_and_recomputed() -> None:
     stage = Stage(6, 0)
     stage.say("a", 8)
     stage.say("b", 12)
@@ -191,7 +191,7 @@ def test_deleting_during_a_copy_frees_the_pages_only_after_it() -> None:
     assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (8, 8)
 
 
-def test_a_conversation_without_a_page_is_not_kept_in_mind() -> None:
+def test_the_cache_forgets_a_conversation_without_pages() -> None:
     """Memory must not grow with conversations without KV: the log has their tokens."""
     stage = Stage(6, 0)
     stage.say("a", 4)
@@ -203,7 +203,7 @@ def test_a_conversation_without_a_page_is_not_kept_in_mind() -> None:
     assert "c" not in stage.cache.conversations
 
 
-def test_a_rewind_in_front_of_all_that_is_left_forgets_the_conversation() -> None:
+def test_a_rewind_before_the_first_cached_chunk_forgets_the_conversation() -> None:
     stage = Stage(6, 0)
     stage.say("a", 3)
     stage.say("a", 4)
@@ -214,7 +214,7 @@ def test_a_rewind_in_front_of_all_that_is_left_forgets_the_conversation() -> Non
     stage.run_until_idle()
 
 
-def test_a_turn_that_does_not_fit_takes_nothing() -> None:
+def test_a_turn_that_does_not_fit_takes_no_pages() -> None:
     stage = Stage(6, 0)
     running = stage.ask("a", 12, 2)
     stage.next()
@@ -239,12 +239,12 @@ def test_a_turn_that_does_not_fit_takes_nothing() -> None:
         {"reserve": -0.1},
     ],
 )
-def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
+def test_an_invalid_cache_configuration_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"page|0 <= reserve"):
         CacheConfig(**{"device_pages": 8, "host_pages": 8, **wrong})  # type: ignore[arg-type]
 
 
-def test_shares_of_pages_are_rounded_up_and_one_chunk_is_set_aside() -> None:
+def test_page_thresholds_are_rounded_up_and_one_page_is_reserved() -> None:
     config = CacheConfig(device_pages=21, host_pages=0)
     assert config.swap_out_mark_pages == 6
     assert config.reserve_pages == 3
@@ -254,7 +254,7 @@ def test_shares_of_pages_are_rounded_up_and_one_chunk_is_set_aside() -> None:
 @pytest.mark.parametrize(
     ("device_pages", "host_pages", "distinct_pages"), [(20, 0, 20), (20, 3, 20), (20, 50, 65)]
 )
-def test_pages_for_copies_of_chunks_hold_no_further_chunks(
+def test_distinct_pages_exclude_host_copies_of_device_chunks(
     device_pages: int, host_pages: int, distinct_pages: int
 ) -> None:
     """A quarter of the device has copies on the host, so that its pages can be taken at once."""
@@ -269,7 +269,7 @@ def test_the_audit_notices_a_lost_page() -> None:
         cache.check(0.0)
 
 
-class Wanted(LruPolicy):
+class FixedValuePolicy(LruPolicy):
     """A policy in which a test gives each conversation its value, however long it is idle."""
 
     num_value_classes = 4
@@ -285,11 +285,11 @@ class Wanted(LruPolicy):
 
 
 @pytest.mark.parametrize(("worth_of_b", "a", "b"), [(1, "xxd", "-x"), (3, "-xx", "dd")])
-def test_a_chunk_marked_to_drop_stays_if_one_worth_less_can_go(
+def test_a_chunk_marked_to_drop_stays_if_a_less_valuable_one_can_be_evicted(
     worth_of_b: int, a: str, b: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk of `a` is marked to drop early. Then `b` becomes idle, and `d` needs a page."""
-    policy = Wanted(a=2, b=worth_of_b, c=3, d=3)
+    policy = FixedValuePolicy(a=2, b=worth_of_b, c=3, d=3)
     monkeypatch.setattr("tests.core.world.policy_named", lambda *_: policy)
     stage = Stage(10, 0)
     for name, num_prompt in (("a", 11), ("c", 11), ("b", 7)):

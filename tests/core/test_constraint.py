@@ -41,7 +41,7 @@ def nested(depth: int) -> str:
     ],
     ids=lambda each: each.kind,
 )
-def test_what_is_within_bounds_has_no_problem(constraint: Constraint) -> None:
+def test_a_constraint_within_the_limits_has_no_problem(constraint: Constraint) -> None:
     assert constraint.problem() is None
 
 
@@ -94,20 +94,20 @@ def test_what_is_within_bounds_has_no_problem(constraint: Constraint) -> None:
     ],
     ids=lambda each: each if isinstance(each, str) else each.kind,
 )
-def test_what_is_not_is_refused(constraint: Constraint, problem: str) -> None:
+def test_a_constraint_beyond_the_limits_is_refused(constraint: Constraint, problem: str) -> None:
     found = constraint.problem()
     assert found is not None
     assert problem in found
 
 
-def test_it_crosses_the_pipe() -> None:
+def test_a_constraint_is_unchanged_by_the_pipe() -> None:
     for constraint in (None, choice_of(("ä", '"')), Constraint(Kind.JSON_OBJECT)):
         message = SubmitTurn(7, "c", b"1234", 0, TurnOptions(constraint=constraint))
         items, body = encode(message)
         assert decode(json.loads(json.dumps(items)), body) == message
 
 
-def test_its_identity_is_short_and_tells_it_from_others() -> None:
+def test_the_identity_of_a_constraint_is_short_and_unique() -> None:
     long = Constraint(Kind.REGEX, "a" * 10_000)
     assert len(json.dumps(long.identity)) < 120
     others = [Constraint(Kind.GRAMMAR, long.text), Constraint(Kind.REGEX, "a" * 9_999)]

@@ -43,7 +43,7 @@ def say(stage: Stage, name: str, text: list[int], num_reply: int = 1, root: str 
     return turn
 
 
-def test_identities_made_in_pieces_are_those_of_the_whole() -> None:
+def test_identities_do_not_depend_on_how_the_log_grew() -> None:
     whole = identities(list(range(100)), size=7)
     assert len(whole) == 14
     draw, at, made = random.Random(1), 0, Identities("", 7)
@@ -55,13 +55,13 @@ def test_identities_made_in_pieces_are_those_of_the_whole() -> None:
     assert made.known == whole[:7] == made.beginning(99).known
 
 
-def test_an_identity_is_of_the_root_and_of_all_that_is_before_it() -> None:
+def test_an_identity_depends_on_the_root_and_all_earlier_tokens() -> None:
     assert identities([1, 1, 2, 2])[0] == identities([1, 1, 3, 3])[0]
     assert identities([1, 1, 2, 2])[1] != identities([3, 3, 2, 2])[1]
     assert not set(identities([1, 1, 2, 2], "one")) & set(identities([1, 1, 2, 2], "other"))
 
 
-def test_a_prompt_that_begins_like_another_computes_only_the_rest() -> None:
+def test_a_prompt_with_a_cached_prefix_computes_only_the_rest() -> None:
     stage = Stage(20, 0)
     say(stage, "a", [*TEXT, 1])
     usage = say(stage, "b", [*TEXT, 2]).usage
@@ -71,7 +71,7 @@ def test_a_prompt_that_begins_like_another_computes_only_the_rest() -> None:
     assert (stranger.device_tokens, stranger.shared_tokens) == (0, 0)
 
 
-def test_a_copy_is_not_copied_in_the_same_iteration() -> None:
+def test_a_copied_page_is_not_copied_again_in_the_same_iteration() -> None:
     """Both turns begin with the same two tokens of a third chunk. A device makes copies in any order."""
     stage = Stage(20, 0)
     say(stage, "a", [*TEXT, 1])
@@ -83,7 +83,7 @@ def test_a_copy_is_not_copied_in_the_same_iteration() -> None:
     assert len(stage.next().copies) == 1
 
 
-def test_a_hole_that_gets_other_content_is_no_longer_found() -> None:
+def test_a_hole_with_new_content_is_not_found_by_its_old_content() -> None:
     stage = Stage(12, 0, batch_tokens_max=4)
     old = list(range(5, 27))
     say(stage, "a", old)
@@ -108,14 +108,14 @@ def test_at_least_one_token_is_computed() -> None:
     assert (usage.device_tokens, usage.new_tokens) == (7, 1)
 
 
-def test_a_reply_is_found_by_a_client_that_sends_the_history() -> None:
+def test_a_client_that_sends_the_history_reuses_the_kv_of_the_reply() -> None:
     stage = Stage(20, 0)
     first = say(stage, "a", TEXT, 9)
     usage = say(stage, "b", [*first.tokens, 1, 2]).usage
     assert usage.device_tokens == len(first.tokens) - 1
 
 
-def test_a_message_that_is_sent_again_after_a_rewind_is_not_computed_again() -> None:
+def test_a_message_resent_after_a_rewind_is_not_recomputed() -> None:
     stage = Stage(20, 0)
     first = say(stage, "a", TEXT, 5)
     stage.fork_at("a", len(first.tokens), "keeps")
@@ -124,7 +124,7 @@ def test_a_message_that_is_sent_again_after_a_rewind_is_not_computed_again() -> 
     assert usage.device_tokens == len(first.tokens) - 1
 
 
-def test_what_two_turns_compute_at_once_is_held_once_after_their_ends() -> None:
+def test_equal_chunks_computed_by_two_turns_are_merged_at_their_ends() -> None:
     stage = Stage(20, 0)
     first, second = ask(stage, "a", [*TEXT, 1, 2], 3), ask(stage, "b", [*TEXT, 3, 4], 3)
     stage.until_ended(first)
@@ -139,7 +139,7 @@ def test_what_two_turns_compute_at_once_is_held_once_after_their_ends() -> None:
     assert say(stage, "b", [9], 3).usage.recomputed_tokens == 0
 
 
-def test_a_dropped_prefix_is_found_and_computed_for_all_of_its_holders() -> None:
+def test_a_dropped_prefix_is_recomputed_once_for_all_its_holders() -> None:
     stage = Stage(8, 0)
     say(stage, "a", [*TEXT, 1, 2], 3)
     stage.wait(1000.0)
@@ -151,7 +151,7 @@ def test_a_dropped_prefix_is_found_and_computed_for_all_of_its_holders() -> None
     assert say(stage, "c", [*TEXT, 1, 2, 4], 1).usage.recomputed_tokens == 0
 
 
-def test_nothing_of_a_turn_that_fails_is_found() -> None:
+def test_chunks_of_a_failed_turn_are_not_found() -> None:
     stage = Stage(20, 0)
     say(stage, "a", [*TEXT, 1])
     failing = ask(stage, "b", [*TEXT, 2])
@@ -162,7 +162,7 @@ def test_nothing_of_a_turn_that_fails_is_found() -> None:
     assert (usage.device_tokens, usage.new_tokens) == (0, 11)
 
 
-def test_wrong_kv_that_made_a_turn_fail_is_found_by_nobody() -> None:
+def test_wrong_kv_that_made_a_turn_fail_is_not_reused() -> None:
     stage = Stage(30, 0)
     say(stage, "a", [*TEXT, 1])
     say(stage, "b", [*TEXT, 2])  # shares chunks with "a"
@@ -176,7 +176,7 @@ def test_wrong_kv_that_made_a_turn_fail_is_found_by_nobody() -> None:
         assert turn.finish is FinishReason.LENGTH
 
 
-def test_a_warm_registers_nothing_that_another_turn_is_computing() -> None:
+def test_a_warm_does_not_register_chunks_that_another_turn_computes() -> None:
     stage = Stage(30, 0)
     say(stage, "a", [*TEXT, 1])
     stage.fork_at("a", 8, "b")
@@ -196,7 +196,7 @@ def test_a_warm_registers_nothing_that_another_turn_is_computing() -> None:
     stage.scheduler.check(stage.now)
 
 
-def test_of_temporary_conversations_with_the_same_chunks_the_newest_stays() -> None:
+def test_only_the_newest_of_equal_temporary_conversations_stays() -> None:
     stage = Stage(30, 0)
     for number in range(5):
         turn = ask(stage, f"t{number}", [*TEXT, 1, number], 2)
@@ -229,7 +229,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("seed", range(400))
-def test_whatever_is_repeated_replies_are_right(seed: int) -> None:
+def test_replies_are_correct_with_random_repeated_content(seed: int) -> None:
     run(seed, SHAPES[seed % len(SHAPES)], checks_every=3)
 
 

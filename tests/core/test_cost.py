@@ -18,7 +18,7 @@ MEASURED = IterationCost(
 )
 
 
-def test_the_slower_of_reading_and_computing_counts_for_each_part() -> None:
+def test_each_part_takes_the_longer_of_reading_and_computing() -> None:
     assert COST.iteration_seconds([]) == 0.0
     assert COST.iteration_seconds([(0, 1)]) == pytest.approx(0.02 + 1e-5 + 0.005)
     assert work_of([(1000, 1100)]) == (100, 105_050, 1100, 0)
@@ -31,25 +31,25 @@ def test_more_tokens_than_a_tile_are_computed_in_whole_tiles() -> None:
     assert found == pytest.approx([0.02, 0.1, 0.128, 0.256, 0.256, 0.384])
 
 
-def test_a_part_of_the_shorter_dense_step_is_not_hidden() -> None:
+def test_unhidden_share_adds_a_part_of_the_shorter_dense_step() -> None:
     cost = IterationCost(0.001, 0.02, 0.0, 0.0, 0.0, unhidden_share=0.5)
     assert cost.pass_seconds(10, 0, 0) == pytest.approx(0.02 + 0.005)
     assert cost.pass_seconds(100, 0, 0) == pytest.approx(0.1 + 0.01)
 
 
-def test_a_piece_adds_its_tokens_and_its_attention() -> None:
+def test_a_prompt_piece_costs_its_tokens_and_its_attention() -> None:
     assert COST.piece_seconds(0, 16) == pytest.approx(0.016 + 0.00016)  # reading keys takes longer
     assert COST.piece_seconds(1000, 1100) == pytest.approx(0.1 + 0.10505)
 
 
-def test_what_was_measured_is_straight_between_its_points() -> None:
+def test_measured_costs_are_interpolated_linearly() -> None:
     points = ((2, 0.02), (16, 0.02), (64, 0.08))
     found = [between(points, count) for count in (1, 2, 9, 16, 40, 64, 128)]
     assert found == pytest.approx([0.02, 0.02, 0.02, 0.02, 0.05, 0.08, 0.16])
     assert between(((0, 3.0), (1, 1.0)), 9) == 0.0  # a predicted time is never negative
 
 
-def test_measured_costs_add_reading_to_computing_and_know_decodes() -> None:
+def test_measured_costs_add_reading_to_computing_and_price_decodes_separately() -> None:
     """Eight decodes with 1,000 tokens of context each, beside 32 tokens of a prompt."""
     assert MEASURED.iteration_seconds([]) == 0.0
     decodes = MEASURED.iteration_seconds([(999, 1000)] * 8)
@@ -60,7 +60,7 @@ def test_measured_costs_add_reading_to_computing_and_know_decodes() -> None:
     assert MEASURED.piece_seconds(0, 32) == pytest.approx(0.032 + 32 * 1e-5 + 528 * 1e-6)
 
 
-def test_a_journal_keeps_what_was_measured() -> None:
+def test_a_journal_keeps_the_measured_costs() -> None:
     assert IterationCost(**json.loads(json.dumps(asdict(MEASURED)))) == MEASURED
 
 
@@ -73,14 +73,14 @@ def test_a_journal_keeps_what_was_measured() -> None:
         (((2, 0.1), (4, 0.2)), (), "measured together"),
     ],
 )
-def test_points_that_nobody_measured_are_refused(
+def test_invalid_measured_points_are_refused(
     dense: tuple[tuple[int, float], ...], decoding: tuple[tuple[int, float], ...], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         IterationCost(0.001, 0.02, 0, 0, 0, dense_points=dense, decode_points=decoding)
 
 
-def test_a_piece_beside_other_work_is_one_more_slice() -> None:
+def test_a_piece_adds_as_much_work_as_a_slice() -> None:
     spans = [(5, 6), (0, 40), (100, 164)]
     assert work_of(spans[:1]).and_piece(*spans[1]).and_piece(*spans[2]) == work_of(spans)
 

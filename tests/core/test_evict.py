@@ -9,7 +9,7 @@ from tests.core.test_cache import AHEAD
 from tests.core.world import Stage
 
 
-def test_evict_takes_what_only_this_conversation_holds() -> None:
+def test_evict_drops_chunks_that_only_this_conversation_holds() -> None:
     stage = Stage(12, 0)
     stage.say("a", 8)
     stage.fork_at("a", 8, "b")
@@ -23,7 +23,7 @@ def test_evict_takes_what_only_this_conversation_holds() -> None:
     stage.until_ended(running)
 
 
-def test_what_is_moved_to_the_host_leaves_the_device_when_its_copy_is_done() -> None:
+def test_a_chunk_moved_to_the_host_leaves_the_device_after_its_copy() -> None:
     stage = Stage(8, 8)
     stage.say("a", 10)
     assert stage.where("a") == "ddd"
@@ -35,7 +35,7 @@ def test_what_is_moved_to_the_host_leaves_the_device_when_its_copy_is_done() -> 
     assert (again.usage.host_tokens, again.usage.recomputed_tokens) == (10, 0)
 
 
-def test_what_has_a_copy_leaves_the_device_at_once() -> None:
+def test_a_chunk_with_a_host_copy_leaves_the_device_at_once() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 8)
     stage.run_until_idle()
@@ -45,7 +45,7 @@ def test_what_has_a_copy_leaves_the_device_at_once() -> None:
     assert stage.cache.move_to_host("a", stage.now) == 0
 
 
-def test_what_is_in_use_or_shared_or_worth_less_than_the_host_holds_stays() -> None:
+def test_shared_used_or_less_valuable_chunks_are_not_moved_to_the_host() -> None:
     stage = Stage(12, 2)
     stage.say("a", 8)
     stage.cache.fork("a", 8, "b", stage.now)
@@ -67,7 +67,7 @@ def test_what_is_in_use_or_shared_or_worth_less_than_the_host_holds_stays() -> N
     stage.until_ended(running)
 
 
-def test_a_conversation_that_returns_while_it_moves_keeps_its_pages() -> None:
+def test_a_conversation_that_returns_during_its_move_keeps_its_pages() -> None:
     stage = Stage(8, 8)
     stage.say("a", 8)
     assert stage.cache.move_to_host("a", stage.now) == 2

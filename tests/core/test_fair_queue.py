@@ -34,7 +34,7 @@ def test_a_flood_delays_other_shares_by_at_most_one_turn() -> None:
     assert len(admitted(flood)) - before <= 1
 
 
-def test_a_flood_of_a_high_priority_moves_nobody_else() -> None:
+def test_a_flood_of_high_priority_does_not_delay_other_shares() -> None:
     """A priority orders only the turns of the same share."""
     stage = one_by_one()
     mine = [stage.ask(f"mine{i}", 4, 1, share="mine") for i in range(4)]
@@ -43,13 +43,13 @@ def test_a_flood_of_a_high_priority_moves_nobody_else() -> None:
     assert len(admitted(flood)) <= 5
 
 
-def test_who_did_not_ask_has_saved_up_nothing() -> None:
+def test_an_idle_share_saves_up_no_credit() -> None:
     stage = one_by_one()
     busy = [stage.ask(f"busy{i}", 4, 2, share="busy") for i in range(40)]
     stage.until_ended(busy[19])
     late = [stage.ask(f"late{i}", 4, 2, share="late") for i in range(20)]
     stage.until_ended(late[9])
-    assert 9 <= len(admitted(busy)) - 20 <= 11, "they take turns, from now on"
+    assert 9 <= len(admitted(busy)) - 20 <= 11, "the shares must alternate from now on"
     stage.run_until_idle()
     again = stage.ask("again", 4, 2, share="late")
     other = [stage.ask(f"other{i}", 4, 2, share="other") for i in range(3)]
@@ -57,7 +57,7 @@ def test_who_did_not_ask_has_saved_up_nothing() -> None:
     assert other[2].state is TurnState.QUEUED
 
 
-def test_who_used_the_machine_while_nobody_waited_owes_nothing_for_it() -> None:
+def test_a_share_is_not_charged_for_use_while_no_other_share_waited() -> None:
     stage = one_by_one()
     for number in range(30):
         stage.until_ended(stage.ask(f"alone{number}", 4, 2, share="alone"))
@@ -66,7 +66,7 @@ def test_who_used_the_machine_while_nobody_waited_owes_nothing_for_it() -> None:
     assert len(admitted(news)) <= 2
 
 
-def test_the_second_of_equals_is_not_behind_what_the_first_puts_in_later() -> None:
+def test_equal_shares_alternate_even_if_one_has_queued_many_turns() -> None:
     """A tenant who sends its next turn when its last one has ended gets every second admission."""
     stage = one_by_one()
     flood = [stage.ask(f"flood{i}", 4, 2, share="flood") for i in range(60)]
@@ -76,7 +76,7 @@ def test_the_second_of_equals_is_not_behind_what_the_first_puts_in_later() -> No
 
 
 @pytest.mark.parametrize("seed", range(20 * SCALE))
-def test_what_waiting_shares_get_is_as_their_weights(seed: int) -> None:
+def test_waiting_shares_are_served_in_proportion_to_their_weights(seed: int) -> None:
     """While all shares wait, they get equal use per weight. The error is about the size of a turn."""
     drawn = random.Random(seed)
     turns_max, prompt_max, reply_max = drawn.choice((1, 2, 5)), 20, drawn.choice((1, 10))
@@ -105,7 +105,7 @@ def tokens_of(turns: list[Turn]) -> int:
     return sum(each.usage.new_tokens + each.usage.output_tokens for each in admitted(turns))
 
 
-def test_a_weight_that_changes_holds_from_the_next_turn_on() -> None:
+def test_a_changed_weight_applies_from_the_next_turn() -> None:
     stage = one_by_one()
     light = [stage.ask(f"light{i}", 4, 1, share="a") for i in range(30)]
     heavy = [stage.ask(f"heavy{i}", 4, 1, share="b") for i in range(30)]
@@ -128,13 +128,13 @@ def test_a_long_prompt_delays_only_its_own_share() -> None:
     stage.next()
     assert other.usage.admitted_at is not None
     stage.until_ended(other)
-    assert long.frontier > 150, "it went on meanwhile"
+    assert long.frontier > 150, "the long prompt must progress meanwhile"
     stage.until_ended(own)
-    assert not long.num_output_tokens, "and in its own share short ones pass it"
+    assert not long.num_output_tokens, "short prompts of its own share must pass it"
     stage.run_until_idle()
 
 
-def test_two_long_prompts_of_two_shares_grow_alike() -> None:
+def test_long_prompts_of_two_shares_progress_by_their_weights() -> None:
     stage = Stage(400, 0, batch_tokens_max=16, turns_max=8)
     first = stage.ask("first", 400, 1, share="a")
     second = stage.ask("second", 400, 1, share="b", weight=3.0)

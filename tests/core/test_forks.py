@@ -27,7 +27,7 @@ def test_a_fork_inside_a_chunk_copies_the_first_slots_at_its_next_turn() -> None
     assert (turn.usage.device_tokens, turn.usage.new_tokens) == (4, 3)
 
 
-def test_a_fork_of_what_lies_on_the_host_swaps_the_first_slots_into_a_page_of_its_own() -> None:
+def test_a_fork_inside_a_host_chunk_swaps_its_first_slots_into_a_new_page() -> None:
     stage = Stage(12, 40)
     stage.say("a", 3)
     stage.run_until_idle()
@@ -74,7 +74,7 @@ def test_a_rewind_to_a_chunks_end_copies_nothing() -> None:
     assert stage.chunks("a")[:1] == old
 
 
-def test_a_turn_appends_in_place_when_nobody_else_holds_its_last_chunk() -> None:
+def test_a_turn_appends_in_place_if_no_other_conversation_holds_its_last_chunk() -> None:
     stage = Stage(8, 0)
     stage.say("a", 2)
     old = stage.chunks("a")
@@ -85,7 +85,7 @@ def test_a_turn_appends_in_place_when_nobody_else_holds_its_last_chunk() -> None
     assert stage.cache.counters.copied_on_write == 0
 
 
-def test_a_fork_keeps_what_the_source_loses() -> None:
+def test_a_fork_keeps_its_chunks_when_the_source_is_deleted() -> None:
     stage = Stage(8, 0)
     stage.say("a", 8)
     stage.fork_at("a", 8, "b")

@@ -49,7 +49,7 @@ def requests(actions: Sequence[Action]) -> list[int]:
     return [each.request for each in actions if isinstance(each, Submit)]
 
 
-def test_one_request_computes_the_prefix_and_the_others_come_when_it_is_there() -> None:
+def test_other_requests_are_submitted_after_one_has_computed_the_prefix() -> None:
     one = feed([(8, 3)])
     assert now(one) == [Submit(0, 0, 8, opens=True)]
     one.prefix_computed(0)
@@ -61,7 +61,7 @@ def test_one_request_computes_the_prefix_and_the_others_come_when_it_is_there() 
     assert one.is_done
 
 
-def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains() -> None:
+def test_the_next_prefix_is_computed_while_the_previous_group_opens_and_drains() -> None:
     """Prefixes take 2 pages, and each request 2 of its own. The first three groups take 18 pages."""
     one = feed([(8, 2)] * 4, pages_max=19)
     assert requests(now(one)) == [0, 2, 4]
@@ -75,7 +75,7 @@ def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains(
     assert now(one) == [DropPrefix(1), Submit(6, 3, 8, opens=True)]
 
 
-def test_a_group_that_is_too_large_goes_in_parts_and_nobody_passes_it() -> None:
+def test_a_large_group_is_submitted_in_parts_and_no_group_passes_it() -> None:
     one = feed([(8, 5), (0, 1)], pages_max=8)
     assert requests(now(one)) == [0]
     one.prefix_computed(0)
@@ -87,7 +87,7 @@ def test_a_group_that_is_too_large_goes_in_parts_and_nobody_passes_it() -> None:
     assert requests(now(one)) == [4, 5]
 
 
-def test_a_request_larger_than_everything_goes_alone() -> None:
+def test_a_request_larger_than_memory_is_submitted_alone() -> None:
     one = GroupFeed(
         [PrefixGroup(0, (n,)) for n in range(3)], [4, 400, 4], [4] * 3, FeedConfig(10, CHUNK)
     )
@@ -98,7 +98,7 @@ def test_a_request_larger_than_everything_goes_alone() -> None:
     assert requests(now(one)) == [2]
 
 
-def test_where_no_request_is_active_the_prefix_may_be_gone_and_is_opened_again() -> None:
+def test_a_prefix_without_active_requests_is_opened_again() -> None:
     one = feed([(8, 3)])
     now(one)
     one.prefix_computed(0)
@@ -111,7 +111,7 @@ def test_where_no_request_is_active_the_prefix_may_be_gone_and_is_opened_again()
     assert now(one) == [Submit(2, 0, 8, opens=False)]
 
 
-def test_an_opener_without_a_result_or_a_reply_leaves_the_prefix_to_the_next() -> None:
+def test_if_the_opener_has_no_reply_the_next_request_opens_the_prefix() -> None:
     one = feed([(8, 3)])
     assert requests(now(one)) == [0]
     one.returned(0)
@@ -129,7 +129,7 @@ def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
     ]
 
 
-def test_replies_are_expected_to_be_as_long_as_those_that_ended() -> None:
+def test_the_expected_reply_length_is_learned_from_ended_replies() -> None:
     """10 pages: a request with 4 + 36 tokens takes all of them, one with 4 + 4 tokens takes two."""
     one = feed([(0, 1)] * 20, pages_max=10, reply=36)
     for request in range(NUM_LEARNED_MIN):
@@ -138,7 +138,7 @@ def test_replies_are_expected_to_be_as_long_as_those_that_ended() -> None:
     assert len(now(one)) == 5
 
 
-def test_replies_are_expected_to_be_longer_if_their_lengths_vary() -> None:
+def test_the_expected_reply_length_grows_with_the_variance() -> None:
     """Replies of 2 and 18 tokens: a request is expected to take 4 + 10 + 8 + 1 tokens, which are 6 pages.
 
     The mean alone would be 4 pages, and two requests would fit into the 10 pages.
@@ -150,7 +150,7 @@ def test_replies_are_expected_to_be_longer_if_their_lengths_vary() -> None:
     assert len(now(one)) == 1
 
 
-def test_a_group_with_short_replies_is_not_expected_to_have_those_of_another_group() -> None:
+def test_the_expected_reply_length_is_learned_for_each_group() -> None:
     """20 pages, and requests of 8 + 4 tokens in two groups. Replies of the first group have 36 tokens."""
     one = feed([(8, 20), (8, 40)], pages_max=20, reply=36)
     num_active = {0: 0, 1: 0}  # most at a time, by group
@@ -170,7 +170,7 @@ def test_a_group_with_short_replies_is_not_expected_to_have_those_of_another_gro
     assert num_active == {0: 1, 1: 9}
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_a_feed_without_requests_is_done() -> None:
     one = feed([])
     assert one.is_done
     assert one.next() is None
@@ -211,7 +211,7 @@ class World:
             self.act()
             if one.is_done:
                 break
-            assert self.active, "nothing is active and nothing goes"
+            assert self.active, "no request is active and none is submitted"
             request = choose.choice(self.active)
             group = one.group_of(request)
             shares = self.groups[group].prefix_tokens >= CHUNK
@@ -229,7 +229,7 @@ class World:
             if not any(one.group_of(each) == group for each in self.active):
                 self.there.discard(group)
             one.check()
-        assert one.is_done, "requests are left"
+        assert one.is_done, "some requests have no result"
         assert self.results == dict.fromkeys(range(self.num_requests), 1)
         shared = [n for n, each in enumerate(self.groups) if each.prefix_tokens >= CHUNK]
         assert sorted(self.dropped) == shared, "each prefix is dropped once"
@@ -243,7 +243,9 @@ class World:
         while (action := one.next()) is not None:
             if isinstance(action, DropPrefix):
                 members = self.groups[action.group].members
-                assert all(self.results.get(each) for each in members), "somebody needs it"
+                assert all(self.results.get(each) for each in members), (
+                    "a request still needs the dropped prefix"
+                )
                 self.dropped.append(action.group)
                 continue
             request = action.request
@@ -266,7 +268,9 @@ class World:
             shared = self.groups[group].prefix_tokens // CHUNK
             own = [each for each in self.active if self.feed.group_of(each) == group]
             pages += shared + sum(-(-self.num_tokens[each] // CHUNK) - shared for each in own)
-        assert pages <= self.config.pages_max or len(self.active) == 1, "more than memory holds"
+        assert pages <= self.config.pages_max or len(self.active) == 1, (
+            "the active requests exceed the memory"
+        )
 
 
 @pytest.mark.parametrize("first", range(0, 600, 150))

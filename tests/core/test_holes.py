@@ -19,7 +19,7 @@ def repaired(budget: int = 16) -> tuple[Stage, Turn]:
     return stage, stage.ask("a", 3, 2)
 
 
-def test_a_hole_in_front_is_repaired_in_the_iteration_of_what_follows() -> None:
+def test_a_hole_is_repaired_in_the_same_iteration_as_the_new_tokens() -> None:
     stage, turn = repaired()
     stage.next()
     assert stage.slices() == [("a", 0, 4), ("a", 12, 16)]
@@ -28,7 +28,7 @@ def test_a_hole_in_front_is_repaired_in_the_iteration_of_what_follows() -> None:
     assert stage.scheduler.counters.recomputed_tokens == 4
 
 
-def test_holes_in_front_are_computed_no_later_than_what_follows() -> None:
+def test_with_a_small_budget_holes_are_repaired_before_the_new_tokens() -> None:
     stage, _ = repaired(budget=3)
     seen = []
     for _ in range(3):

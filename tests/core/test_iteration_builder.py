@@ -12,7 +12,9 @@ from pensieve.core.time_budget import TimeBudget
 from tests.core.world import Stage
 
 
-def test_the_work_of_an_iteration_is_that_of_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_predicted_work_of_an_iteration_equals_that_of_its_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned, seen = TimeBudget.planned, list[Work]()
 
     def compared(self: TimeBudget, builder: IterationBuilder, now: float) -> None:
@@ -47,7 +49,7 @@ def test_a_piece_of_a_prompt_is_cut_so_that_the_iteration_has_whole_tiles() -> N
     assert seen == [96, 2 + 150 - 94, 3]
 
 
-def test_whole_tiles_do_not_pay_while_an_iteration_mostly_waits() -> None:
+def test_a_piece_is_not_cut_to_tiles_if_the_iteration_mostly_waits() -> None:
     """An iteration takes 10 seconds whatever it computes."""
     slow: dict[str, Any] = {"iteration_seconds": 10.0, "token_seconds": 0.001}
     world = Stage(400, 0, batch_tokens_max=100, tile_tokens=32, **slow)

@@ -41,14 +41,14 @@ def pipeline(
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_what_an_iteration_took_is_found_whatever_the_bubbles(num_stages: int) -> None:
+def test_iteration_times_are_inferred_despite_pipeline_bubbles(num_stages: int) -> None:
     choose = random.Random(num_stages)
     taken, found, _ = pipeline(num_stages, 200, lambda *_: choose.choice((1.0, 1.5, 4.0, 9.0)))
     assert found == pytest.approx(taken[: len(found)])
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_nobody_waits_longer_than_the_limit_and_iterations_grow_to_their_part(
+def test_iterations_use_their_part_of_the_limit_and_no_token_exceeds_it(
     num_stages: int,
 ) -> None:
     """Prompts never end, but every tenth iteration has no prompt."""
@@ -67,7 +67,7 @@ def test_nobody_waits_longer_than_the_limit_and_iterations_grow_to_their_part(
     assert max(taken) > 0.95 * limit / num_stages
 
 
-def test_a_first_long_iteration_leaves_room_for_the_one_behind_it() -> None:
+def test_a_first_long_iteration_leaves_time_for_the_next_one() -> None:
     allowed: list[float] = []
 
     def filled(times: StageTimes, now: float, since: float) -> float:
@@ -80,11 +80,13 @@ def test_a_first_long_iteration_leaves_room_for_the_one_behind_it() -> None:
     assert allowed[0] == pytest.approx((10.0 + 1.0) / 3)
     assert max(waits) <= 10.0 + 1e-9
     half = pipeline(2, 12, lambda times, now, since: 1.0 if now < 4.0 else 5.0)
-    assert max(half[2]) == pytest.approx(14.0), "each within its half, and a turn waits for 3c - d"
+    assert max(half[2]) == pytest.approx(14.0), (
+        "each iteration is within its half, and a turn waits for 3c - d"
+    )
     assert taken[-1] > 4.9
 
 
-def test_a_turn_that_is_alone_may_have_the_whole_limit() -> None:
+def test_a_single_turn_may_use_the_whole_limit() -> None:
     times = StageTimes(2)
     assert times.longest(3.0, 3.0, 10.0) == 5.0  # seconds per stage
     times.planned(3.0, 5.0)

@@ -68,7 +68,7 @@ def test_a_higher_priority_waits_for_at_most_two_iterations_for_pages(overlap: b
     assert high.usage.suspensions == 0
 
 
-def test_the_lowest_and_latest_gives_way_and_is_back_first() -> None:
+def test_the_latest_turn_of_lowest_priority_is_preempted_and_resumes_first() -> None:
     stage = Stage(100, 100, batch_tokens_max=64, turns_max=3)
     a, b, c = (
         stage.ask(name, 4, 30, priority=level) for name, level in (("a", 0), ("b", -1), ("c", 0))
@@ -82,12 +82,14 @@ def test_the_lowest_and_latest_gives_way_and_is_back_first() -> None:
     assert states[0] is states[2] is states[3] is TurnState.RUNNING
     stage.until_ended(high)
     stage.next()
-    assert b.state is TurnState.RUNNING, "before the one that never ran, which is of its level now"
+    assert b.state is TurnState.RUNNING, (
+        "it must run before the turn of the same level that never ran"
+    )
     assert late.state is TurnState.QUEUED
     stage.run_until_idle()
 
 
-def test_an_equal_waits() -> None:
+def test_a_turn_of_equal_priority_waits() -> None:
     stage = full(2)
     other = stage.ask("other", 6, 2)
     for _ in range(10):
@@ -96,7 +98,7 @@ def test_an_equal_waits() -> None:
     assert not stage.scheduler.counters.preemptions
 
 
-def test_nothing_that_is_held_is_computed_twice() -> None:
+def test_preemption_recomputes_no_position_that_is_still_held() -> None:
     """With a host that holds everything, each position is computed once despite all preemptions."""
     stage = Stage(24, 400, batch_tokens_max=64, turns_max=64)
     turns = [stage.ask(f"low{number}", 9, 40) for number in range(6)]
@@ -113,13 +115,13 @@ def test_nothing_that_is_held_is_computed_twice() -> None:
     assert counters.tokens == sum(len(turn.tokens) - 1 for turn in turns)
 
 
-def test_who_gave_way_rises_so_nobody_gives_way_for_ever() -> None:
+def test_a_preempted_turn_rises_a_level_so_preemptions_are_bounded() -> None:
     stage = full(1, reply=400)
     (low,) = stage.turns.values()
     for number in range(40):
         stage.until_ended(stage.ask(f"high{number}", 2, 1, priority=2))
         stage.step()
-    assert low.usage.suspensions == 2, "once of level 0, once of level 1"
+    assert low.usage.suspensions == 2, "suspended once at level 0 and once at level 1"
     stage.run_until_idle()
     assert low.level == 2
 
@@ -131,7 +133,7 @@ def test_who_gave_way_rises_so_nobody_gives_way_for_ever() -> None:
     assert low.usage.suspensions == PRIORITY_MAX
 
 
-def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
+def test_low_priority_turns_end_beside_a_stream_of_high_priority_turns() -> None:
     """A waiting turn runs after at most TURNS_A_PRIORITY turns of the next higher priority."""
     stage = Stage(64, 0, batch_tokens_max=64, turns_max=2)
     low = [stage.ask(f"low{number}", 4, 3) for number in range(4)]
@@ -141,7 +143,7 @@ def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
     assert all(turn.finish is not None for turn in low)
 
 
-def test_a_claim_is_given_up_to_a_higher_level() -> None:
+def test_a_turn_that_claims_pages_gives_them_up_to_a_higher_level() -> None:
     """Copies are slow, so the pages of the preempted turns become free late."""
     stage = Stage(80, 400, batch_tokens_max=64, turns_max=64, swap_outs_max=1, late=0.5)
     low = [stage.ask(f"low{number}", 20, 60) for number in range(10)]
@@ -157,7 +159,7 @@ def test_a_claim_is_given_up_to_a_higher_level() -> None:
     assert all(turn.finish is not None for turn in low)
 
 
-def test_nobody_gives_way_if_the_objective_is_missed_all_the_same() -> None:
+def test_no_turn_is_preempted_if_the_objective_is_missed_anyway() -> None:
     """An iteration takes 10 ms, plus 0.1 ms per position. Two long contexts exceed the objective."""
     stage = Stage(
         400,
@@ -184,7 +186,7 @@ def test_nobody_gives_way_if_the_objective_is_missed_all_the_same() -> None:
     assert high.finish is middle.finish
 
 
-def test_nobody_gives_way_to_a_warm_and_a_warm_gives_way_first() -> None:
+def test_a_warm_is_suspended_first_and_suspends_no_turn() -> None:
     stage = Stage(60, 200, batch_tokens_max=64, turns_max=64, late=0.0)
     stage.say("b", 40)
     stage.cache.evict("b", stage.now)
@@ -214,7 +216,7 @@ def test_nobody_gives_way_to_a_warm_and_a_warm_gives_way_first() -> None:
     stage.run_until_idle()
 
 
-def test_a_prefix_that_they_share_is_free_when_all_of_them_have_given_way() -> None:
+def test_a_shared_prefix_is_freed_when_all_its_turns_are_preempted() -> None:
     stage = Stage(100, 400, batch_tokens_max=256, turns_max=64, late=0.0)
     stage.say("root", 200)
     for number in range(8):
@@ -249,7 +251,7 @@ def test_a_share_that_holds_all_pages_gives_up_a_part() -> None:
     assert stage.scheduler.counters.preemptions >= 2
 
 
-def test_places_do_not_go_to_and_fro() -> None:
+def test_two_shares_do_not_swap_pages_in_every_iteration() -> None:
     """Two shares want all pages. They swap pages a few times, not in every iteration."""
     stage = Stage(96, 1000, batch_tokens_max=64, turns_max=64, late=0.0)
     for name in ("a", "b"):
@@ -302,7 +304,7 @@ def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> 
     ]
 
 
-def test_who_generated_while_another_did_not_wait_is_not_passed_by_its_flood() -> None:
+def test_a_flood_does_not_pass_a_tenant_whose_long_reply_ran_alone() -> None:
     """A tenant's long reply runs alone. Then comes a flood of a tenant that has used almost nothing."""
     stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0)
     long = stage.ask("long", 4, 900, share="a")
@@ -341,7 +343,7 @@ def rounds(time_share: int) -> tuple[float, float, Stage]:
     return firsts[12] - begun, stage.now - begun, stage
 
 
-def test_where_time_is_shared_everybody_has_a_first_token_sooner() -> None:
+def test_time_sharing_lowers_the_median_time_to_first_token() -> None:
     kept, end_kept, _ = rounds(0)
     shared, end_shared, stage = rounds(8)
     assert shared < 0.6 * kept
@@ -351,7 +353,7 @@ def test_where_time_is_shared_everybody_has_a_first_token_sooner() -> None:
 
 
 @pytest.mark.parametrize("time_share", [1, 2, 5])
-def test_where_time_is_shared_all_places_go_round(time_share: int) -> None:
+def test_time_sharing_rotates_all_places(time_share: int) -> None:
     stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0, time_share=time_share)
     turns = [stage.ask(f"t{number}", 8, 30) for number in range(24)]
     for _ in range(12 * 3):
@@ -361,7 +363,7 @@ def test_where_time_is_shared_all_places_go_round(time_share: int) -> None:
     stage.run_until_idle(checks_every=20)
 
 
-def test_where_time_is_shared_nobody_gives_way_before_its_share_is_over() -> None:
+def test_time_sharing_preempts_no_turn_before_its_time_is_over() -> None:
     stage = Stage(64, 64, batch_tokens_max=64, turns_max=1, time_share=5)
     a, b = stage.ask("a", 4, 12), stage.ask("b", 4, 12)
     said: list[str] = []

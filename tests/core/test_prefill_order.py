@@ -60,7 +60,7 @@ def test_first_come_first_served_computes_prompts_in_the_order_of_arrival() -> N
     stage.run_until_idle()
 
 
-def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
+def test_the_oldest_prompt_gets_at_least_a_quarter_of_the_budget() -> None:
     """A prompt of 1,000 tokens ends in a bounded number of iterations, however many shorter ones come."""
     stage = stage_of_prompts()
     long = stage.ask("long", 1000, 1)
@@ -77,7 +77,7 @@ def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
     stage.run_until_idle(checks_every=50)
 
 
-def test_where_there_is_room_for_one_tile_they_have_it_by_turns() -> None:
+def test_with_room_for_one_tile_the_shortest_and_oldest_prompts_alternate() -> None:
     """In every fourth iteration the oldest prompt gets the tile, in the others the shortest."""
     stage = Stage(2000, 0, batch_tokens_max=16, turns_max=8)
     long = stage.ask("long", 400, 1)
@@ -93,7 +93,7 @@ def test_where_there_is_room_for_one_tile_they_have_it_by_turns() -> None:
 
 
 @pytest.mark.parametrize("tbt", [0.0275, 0.0435])
-def test_a_higher_level_does_not_wait_where_pieces_are_small(tbt: float) -> None:
+def test_a_higher_level_prompt_does_not_wait_if_pieces_are_small(tbt: float) -> None:
     """An iteration takes 10 ms, plus 1 ms per token. Beside a reply, one or two tiles of a prompt fit."""
     stage = Stage(
         2000,
@@ -127,12 +127,12 @@ def test_a_higher_level_goes_before_a_shorter_prompt() -> None:
     stage.next()
     short = stage.ask("short", 20, 1)
     stage.next()
-    assert tokens_of(stage, high) == BUDGET, "nothing is held back for lower ones"
+    assert tokens_of(stage, high) == BUDGET, "no budget is reserved for lower levels"
     assert short.state is TurnState.QUEUED
     stage.run_until_idle()
 
 
-def test_short_prompts_pass_long_ones_and_not_for_ever() -> None:
+def test_short_prompts_pass_a_long_one_a_bounded_number_of_times() -> None:
     """A document waits for the messages before it, and for at most SHORT_TURNS later messages."""
     stage = Stage(2000, 0, batch_tokens_max=BUDGET, turns_max=1)
     stage.ask("first", 4, 2)
@@ -144,7 +144,7 @@ def test_short_prompts_pass_long_ones_and_not_for_ever() -> None:
     stage.run_until_idle()
 
 
-def test_what_does_not_fit_into_memory_keeps_no_messages_waiting() -> None:
+def test_short_messages_pass_a_turn_that_does_not_fit_into_memory() -> None:
     stage = Stage(100, 0, batch_tokens_max=BUDGET, turns_max=64)
     running = stage.ask("running", 200, 150)
     for _ in range(4):

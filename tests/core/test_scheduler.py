@@ -51,7 +51,7 @@ def test_a_turn_that_reaches_length_max_ends() -> None:
     assert turn.usage.suspensions == 0
 
 
-def test_times_are_those_of_the_engine() -> None:
+def test_usage_times_are_on_the_engines_clock() -> None:
     stage = Stage(8, 0)
     turn = stage.ask("a", 2, 2)
     stage.wait(3.0)
@@ -107,7 +107,7 @@ def test_no_more_turns_run_than_the_budget_has_tokens() -> None:
     assert [turn.conversation_id for turn in stage.scheduler.queued] == ["c"]
 
 
-def test_who_fits_passes_the_head_of_the_queue_that_does_not() -> None:
+def test_a_turn_that_fits_passes_a_larger_one_at_the_head_of_the_queue() -> None:
     stage = Stage(10, 0, batch_tokens_max=32)
     stage.ask("a", 12, 8)
     stage.next()
@@ -128,12 +128,12 @@ def test_tokens_are_packed_into_four_bytes() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"batch_tokens_max": 0}, {"turns_max": 0}])
-def test_an_impossible_scheduler_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_scheduler_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         SchedulerConfig(**wrong)
 
 
-def test_a_state_cannot_be_skipped() -> None:
+def test_a_turn_cannot_skip_a_state() -> None:
     turn = Turn(1, "a", array("I", [1]), 0, 1, 2)
     with pytest.raises(AssertionError):
         turn.move_to(TurnState.SUSPENDED)
@@ -143,7 +143,7 @@ def test_a_state_cannot_be_skipped() -> None:
         turn.move_to(TurnState.RUNNING)
 
 
-def test_policies_have_names() -> None:
+def test_eviction_policies_are_found_by_name() -> None:
     cost = CostProfile.measured_at({32: 1.0, 64: 2.0}, 1.0)
     assert isinstance(policy_named("lru", cost, 32), LruPolicy)
     assert isinstance(policy_named("value", cost, 32), ValuePolicy)
@@ -151,11 +151,11 @@ def test_policies_have_names() -> None:
         policy_named("fifo", cost, 32)
 
 
-def test_nothing_to_do_is_none() -> None:
+def test_without_turns_no_iteration_is_planned() -> None:
     assert World(0, Shape()).scheduler.plan(0.0) is None
 
 
-def test_features_are_made_only_while_they_are_on() -> None:
+def test_optional_features_are_created_only_when_enabled() -> None:
     stage = Stage(12, 12)
     stage.say("a", 4, 2)
     scheduler = stage.scheduler

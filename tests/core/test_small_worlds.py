@@ -72,7 +72,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_small_world_keeps_its_promises(name: str) -> None:
+def test_every_small_world_keeps_the_invariants(name: str) -> None:
     num_worlds = enumerate_worlds(WORLDS[name])
     print(f"{name}: {num_worlds} worlds")
     assert num_worlds > 250

@@ -30,7 +30,7 @@ def drawn(num_turns_max: int, num_pages_max: int, count: int = 60) -> list[Strea
     ]
 
 
-def test_before_anything_is_measured_it_is_what_was_configured() -> None:
+def test_before_any_measurement_the_model_has_the_configured_costs() -> None:
     cost = StreamCost(CONFIG, 100)
     assert cost.seconds(StreamLoad(4, 800, 0)) == pytest.approx(COST.pass_seconds(4, 800, 800, 4))
     more = cost.seconds(StreamLoad(4, 800, 150)) - cost.seconds(StreamLoad(4, 800, 0))
@@ -50,7 +50,7 @@ def test_before_anything_is_measured_it_is_what_was_configured() -> None:
     ],
     ids=["slower", "rows", "any", "pages", "hidden"],
 )
-def test_it_learns_what_iterations_take(seconds_of: object, late: float) -> None:
+def test_the_model_learns_the_times_of_iterations(seconds_of: object, late: float) -> None:
     cost = learned(seconds_of, drawn(20, 90), late)
     for load in drawn(20, 90, 20):
         expected = seconds_of(load)  # type: ignore[operator]

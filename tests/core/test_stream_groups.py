@@ -192,7 +192,7 @@ def random_case(rng: random.Random, num: int) -> Case:
 
 
 @pytest.mark.parametrize(("num", "cases"), [(1, 50), (2, 600), (3, 600), (4, 400), (5, 60)])
-def test_few_turns_end_near_the_best_of_all_partitions(num: int, cases: int) -> None:
+def test_few_turns_are_packed_near_the_best_partition(num: int, cases: int) -> None:
     rng, ratios = random.Random(num), []
     for case in range(cases):
         items, pages_max, before, launch = arguments = random_case(rng, num)
@@ -209,7 +209,7 @@ def test_few_turns_end_near_the_best_of_all_partitions(num: int, cases: int) -> 
 
 
 @pytest.mark.parametrize(("num", "cases"), [(6, 120), (7, 30)])
-def test_six_and_seven_turns_do_too(num: int, cases: int) -> None:
+def test_six_and_seven_turns_are_packed_near_the_best_partition(num: int, cases: int) -> None:
     rng, ratios = random.Random(num), []
     for case in range(cases):
         items, _, before, launch = arguments = random_case(rng, num)
@@ -222,7 +222,7 @@ def test_six_and_seven_turns_do_too(num: int, cases: int) -> None:
     assert mean(ratios) <= MEAN
 
 
-def test_the_makespan_is_that_of_two_lanes_and_two_arenas() -> None:
+def test_the_makespan_matches_a_simulation_of_two_lanes_and_two_arenas() -> None:
     rng = random.Random(3)
     for _ in range(500):
         num = rng.randint(1, 9)
@@ -237,7 +237,7 @@ def test_the_makespan_is_that_of_two_lanes_and_two_arenas() -> None:
         )
 
 
-def test_a_layer_among_many_takes_no_longer_and_hardly_less_than_its_makespan() -> None:
+def test_a_layer_among_many_takes_about_its_makespan() -> None:
     rng = random.Random(5)
     for _ in range(200):
         items, _, before, launch = arguments = random_case(rng, rng.randint(1, 7))
@@ -258,7 +258,7 @@ def test_a_layer_among_many_takes_no_longer_and_hardly_less_than_its_makespan() 
         assert end - hidden - 1e-9 <= attended[1] / layers <= end + 1e-9
 
 
-def test_the_path_has_the_least_sum_of_all_orders() -> None:
+def test_the_cheapest_order_has_the_least_sum_of_all_orders() -> None:
     rng = random.Random(4)
     for _ in range(500):
         num = rng.randint(1, 6)
@@ -322,26 +322,26 @@ def test_many_turns_end_near_the_lower_bound(num: int, ratio: float, limit: floa
                 assert end <= limit * lower_bound(*arguments), (prefills, arenas, before)
 
 
-def test_a_long_copy_lies_beside_a_long_attention() -> None:
+def test_a_long_copy_runs_beside_a_long_attention() -> None:
     """The turn with the long attention goes first, so that the long copy runs beside that attention."""
     items = [StreamItem(8, 8.0, 1.0), StreamItem(1, 1.0, 8.0)]
     assert packed(items, 100) == [[1], [0]]
     assert makespan([[1], [0]], items) == 1 + 8 + 1
 
 
-def test_launches_that_cost_more_than_waiting_leave_one_group() -> None:
+def test_expensive_launches_lead_to_one_group() -> None:
     items = [StreamItem(1, 1.0, 1.0) for _ in range(4)]
     assert len(packed(items, 4, group_seconds=100.0)) == 1
     assert len(packed(items, 4, group_seconds=0.0)) == 4
 
 
-def test_what_two_arenas_hold_is_loaded_beside_the_dense_parts() -> None:
+def test_the_first_two_groups_are_loaded_during_the_dense_parts() -> None:
     items = [StreamItem(10, 1.0, 0.1) for _ in range(4)]
     groups = packed(items, 20, before_seconds=4.0)
     assert makespan(groups, items, 4.0) == pytest.approx(4.4)
 
 
-def test_nothing_to_pack_is_no_group() -> None:
+def test_no_turns_give_no_groups() -> None:
     assert packed([], 10) == []
     assert makespan([], [], 3.0) == lower_bound([], 10, 3.0) == 3.0
 
@@ -352,7 +352,7 @@ def test_one_turn_is_one_group() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 7, 8, 50, 300])
-def test_turns_that_take_no_time_are_packed_all_the_same(num: int) -> None:
+def test_turns_that_take_no_time_are_packed_too(num: int) -> None:
     items = [StreamItem(3, 0.0, 0.0) for _ in range(num)]
     groups = packed(items, 7)
     assert sorted(chain(*groups)) == list(range(num))

@@ -38,7 +38,7 @@ def streamed(iteration: Iteration) -> list[int]:
     ]
 
 
-def test_a_turn_for_which_the_device_has_no_room_streams() -> None:
+def test_a_turn_without_room_on_the_device_streams() -> None:
     world = stage()
     a, b = two(world)
     c = world.ask("c", 20, 6)
@@ -55,7 +55,7 @@ def test_a_turn_for_which_the_device_has_no_room_streams() -> None:
 
 
 @pytest.mark.parametrize("how", [{"stream": "off"}, {"staging_pages": 0}, {"host_pages": 0}])
-def test_without_it_a_turn_waits(how: dict[str, Any]) -> None:
+def test_without_streaming_a_turn_waits_for_the_device(how: dict[str, Any]) -> None:
     world = stage(**how)
     a, b = two(world)
     for _ in range(4):
@@ -66,7 +66,7 @@ def test_without_it_a_turn_waits(how: dict[str, Any]) -> None:
     assert world.scheduler.counters.streamed == 0
 
 
-def test_a_group_names_each_page_once_and_what_is_written() -> None:
+def test_a_group_lists_each_page_once_with_its_loaded_and_stored_slots() -> None:
     world = stage()
     _, b = two(world)
     [group] = world.next().groups
@@ -83,7 +83,7 @@ def test_a_group_names_each_page_once_and_what_is_written() -> None:
     world.run_until_idle()
 
 
-def test_turns_that_share_their_beginning_stage_it_once() -> None:
+def test_turns_with_a_shared_prefix_stage_it_once() -> None:
     world = stage(staging_pages=24)
     world.say("root", 17, 1)
     for name in "bcd":
@@ -103,7 +103,7 @@ def test_turns_that_share_their_beginning_stage_it_once() -> None:
     world.run_until_idle()
 
 
-def test_groups_are_kept_and_arranged_anew_when_they_do_not_fit() -> None:
+def test_groups_are_repacked_only_when_they_no_longer_fit() -> None:
     world = stage(host_pages=100, staging_pages=8)
     world.ask("big", 30, 5)
     turns = [world.ask(name, 9, 15) for name in "abcde"]
@@ -124,7 +124,7 @@ def test_groups_are_kept_and_arranged_anew_when_they_do_not_fit() -> None:
     world.run_until_idle()
 
 
-def test_who_comes_and_leaves_does_not_have_all_packed_anew(
+def test_arriving_and_ending_turns_do_not_repack_all_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packings, packed = [], stream_groups.packed
@@ -155,7 +155,7 @@ def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:
     world.run_until_idle()
 
 
-def test_one_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() -> None:
+def test_a_turn_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() -> None:
     world = stage(staging_pages=6)
     _, b = two(world, 12, 9)
     while not b.streamed:
@@ -165,7 +165,7 @@ def test_one_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() -> No
     assert b.usage.output_tokens == 9
 
 
-def test_what_lies_on_the_device_alone_is_copied_out_first() -> None:
+def test_chunks_without_a_host_copy_are_copied_out_before_streaming() -> None:
     world = stage()
     world.say("b", 12, 3)
     assert world.where("b") == "dddd"
@@ -241,7 +241,7 @@ def fill_a_shared_chunk_while_another_wants_it() -> bool:
     return is_filling
 
 
-def test_nobody_uses_a_chunk_that_a_streamed_turn_still_fills(
+def test_no_turn_uses_a_chunk_that_a_streamed_turn_still_fills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert fill_a_shared_chunk_while_another_wants_it()
@@ -250,7 +250,7 @@ def test_nobody_uses_a_chunk_that_a_streamed_turn_still_fills(
         fill_a_shared_chunk_while_another_wants_it()
 
 
-def test_it_returns_to_the_device_when_nobody_waits() -> None:
+def test_a_streamed_turn_returns_to_the_device_when_no_turn_waits() -> None:
     world = stage()
     a, b = two(world, 3, 12)
     while a.finish is None:
@@ -266,7 +266,7 @@ def test_it_returns_to_the_device_when_nobody_waits() -> None:
     world.run_until_idle()
 
 
-def test_one_that_waits_has_the_device_before_a_streamed_one() -> None:
+def test_a_waiting_turn_gets_the_device_before_a_streamed_turn() -> None:
     world = stage(turns_max=2)
     a, b = two(world, 3, 12)
     c = world.ask("c", 24, 3)
@@ -280,7 +280,7 @@ def test_one_that_waits_has_the_device_before_a_streamed_one() -> None:
     world.run_until_idle()
 
 
-def test_a_full_host_of_idle_conversations_gives_way() -> None:
+def test_streaming_evicts_idle_conversations_from_a_full_host() -> None:
     world = stage(host_pages=9)
     world.say("old", 28, 1)
     world.wait(100.0)
@@ -292,7 +292,7 @@ def test_a_full_host_of_idle_conversations_gives_way() -> None:
     assert b.usage.output_tokens == 10
 
 
-def test_a_full_host_of_streamed_turns_suspends_who_grows() -> None:
+def test_on_a_host_full_of_streamed_turns_a_growing_turn_is_suspended() -> None:
     world = stage(host_pages=12)
     _, b = two(world)
     c = world.ask("c", 20, 10)
@@ -303,7 +303,7 @@ def test_a_full_host_of_streamed_turns_suspends_who_grows() -> None:
     assert b.usage.output_tokens == c.usage.output_tokens == 10
 
 
-def test_the_last_partly_used_chunk_is_computed_again() -> None:
+def test_a_streamed_fork_recomputes_its_partly_shared_last_chunk() -> None:
     world = stage()
     world.say("root", 9, 5)
     world.fork_at("root", 11, "b")
@@ -320,7 +320,7 @@ def test_the_last_partly_used_chunk_is_computed_again() -> None:
     world.run_until_idle()
 
 
-def test_a_streamed_turn_returns_before_batch_turns_have_the_device() -> None:
+def test_a_streamed_turn_returns_before_batch_turns_get_the_device() -> None:
     world = stage()
     a, b = two(world, 3, 12)
     while not b.streamed:
@@ -355,7 +355,7 @@ def test_a_streamed_turn_returns_although_a_batch_turn_was_suspended() -> None:
     world.run_until_idle()
 
 
-def test_nobody_gives_way_where_a_streamed_turn_leaves_no_place() -> None:
+def test_no_turn_is_preempted_if_a_streamed_turn_leaves_no_place() -> None:
     """The objective does not allow the new turn beside the streamed turn, even with enough pages."""
     world = stage(
         device_pages=20,
@@ -381,7 +381,7 @@ def test_nobody_gives_way_where_a_streamed_turn_leaves_no_place() -> None:
     world.run_until_idle()
 
 
-def test_background_turns_stream_while_nobody_waits_for_a_reply() -> None:
+def test_background_turns_stream_only_while_no_interactive_turn_runs() -> None:
     world = stage()
     a = world.ask("a", 24, 10, background=True)
     b = world.ask("b", 20, 10, background=True)
@@ -420,7 +420,7 @@ def freeze(world: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("copy_seconds", "pays"), [(1e-4, True), (1e-2, False)])
-def test_it_streams_while_more_tokens_a_second_are_expected(
+def test_auto_streams_while_it_expects_a_higher_throughput(
     copy_seconds: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = automatic(copy_seconds=copy_seconds)
@@ -432,7 +432,9 @@ def test_it_streams_while_more_tokens_a_second_are_expected(
     world.run_until_idle()
 
 
-def test_what_the_first_costs_is_shared_by_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_divides_the_cost_of_a_group_among_all_waiting_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A group costs 15 ms, which is too much for one turn but not for three."""
     for num_waiting, pays in ((1, False), (3, True)):
         world = automatic(copy_seconds=1e-5, group_seconds=15e-3)
@@ -445,7 +447,9 @@ def test_what_the_first_costs_is_shared_by_all_that_wait(monkeypatch: pytest.Mon
         world.run_until_idle()
 
 
-def test_it_keeps_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_does_not_stream_if_the_objective_would_be_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for tbt_seconds, streams in ((0.5, True), (0.0101, False)):
         world = automatic(copy_seconds=1e-4)
         freeze(world, monkeypatch)
@@ -457,7 +461,7 @@ def test_it_keeps_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
         world.run_until_idle()
 
 
-def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
+def test_auto_stops_streaming_that_does_not_pay_and_retries_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = automatic(copy_seconds=1e-4)
@@ -481,7 +485,7 @@ def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
     assert 0 < streaming._paused < PAUSE_MIN
 
 
-def test_who_outgrows_the_objective_stops_one_after_the_other(
+def test_turns_beyond_the_objective_stop_streaming_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = automatic(copy_seconds=1e-4)
@@ -496,7 +500,7 @@ def test_who_outgrows_the_objective_stops_one_after_the_other(
     world.run_until_idle()
 
 
-def test_bad_sizes_are_refused() -> None:
+def test_invalid_streaming_options_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         CacheConfig(4, 4, staging_pages=-1)
     with pytest.raises(ValueError, match="stream must be one of auto, on, off"):

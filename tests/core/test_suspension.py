@@ -30,7 +30,7 @@ def test_the_latest_turn_is_suspended_and_resumes_ahead_of_the_queue() -> None:
     assert stage.scheduler.counters.resumptions == 1
 
 
-def test_nothing_that_is_still_held_is_computed_twice() -> None:
+def test_suspension_recomputes_no_position_that_is_still_held() -> None:
     """The host has room for everything, so each position of `a`, `b` and `c` is computed once."""
     stage, a, b, c = crowded(host_pages=20)
     stage.run_until_idle()
@@ -41,7 +41,7 @@ def test_nothing_that_is_still_held_is_computed_twice() -> None:
     assert stage.scheduler.counters.recomputed_tokens == 0
 
 
-def test_what_a_suspended_turn_lost_is_recomputed_and_its_reply_is_the_same() -> None:
+def test_a_suspended_turn_recomputes_lost_chunks_and_its_reply_is_the_same() -> None:
     stage, a, b, c = crowded(host_pages=0)
     stage.run_until_idle()
     assert b.usage.suspensions >= 1
@@ -51,7 +51,7 @@ def test_what_a_suspended_turn_lost_is_recomputed_and_its_reply_is_the_same() ->
     assert stage.scheduler.counters.tokens == positions + again
 
 
-def test_a_suspended_turn_that_is_cancelled_leaves_its_first_tokens() -> None:
+def test_a_cancelled_suspended_turn_keeps_its_delivered_tokens() -> None:
     stage, _, b, _ = crowded(host_pages=20)
     while b.state is not TurnState.SUSPENDED:
         stage.next()
@@ -61,7 +61,7 @@ def test_a_suspended_turn_that_is_cancelled_leaves_its_first_tokens() -> None:
     stage.run_until_idle()
 
 
-def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> None:
+def test_a_turn_waits_for_swap_outs_instead_of_being_suspended() -> None:
     stage = Stage(6, 20)
     stage.say("old", 8)  # dirty: it must be copied to the host when its pages are needed
     a = stage.ask("a", 4, 16)
@@ -70,7 +70,7 @@ def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> No
     assert stage.where("old") in ("hc", "ch")  # depends on which copy finished first
 
 
-def test_a_suspended_turn_is_worth_as_much_as_the_most_valuable_conversations_in_a_scan() -> None:
+def test_a_suspended_turn_has_the_highest_value_factor_in_a_scan() -> None:
     stage = Stage(6, 20, prompt_max=1, policy="return")
     policy = stage.cache.policy
     assert isinstance(policy, ReturnPolicy)

@@ -33,7 +33,7 @@ def pieces(stage: Stage, name: str) -> list[int]:
     return lengths
 
 
-def test_beside_a_turn_that_generates_prompts_add_no_more_than_the_limit() -> None:
+def test_prompts_add_at_most_the_limit_beside_a_generating_turn() -> None:
     world = stage()
     world.ask("writer", 4, 100)
     world.next()
@@ -44,7 +44,7 @@ def test_beside_a_turn_that_generates_prompts_add_no_more_than_the_limit() -> No
     assert took[:-1] == [48] * (len(took) - 1)  # a multiple of 16 within the limit of 50 tokens
 
 
-def test_two_prompts_share_what_is_allowed() -> None:
+def test_two_prompts_share_the_limit() -> None:
     world = stage()
     world.ask("writer", 4, 100)
     world.next()
@@ -55,7 +55,7 @@ def test_two_prompts_share_what_is_allowed() -> None:
     assert world.slices() == [("writer", 5, 6), ("a", 0, 30), ("b", 0, 16)]
 
 
-def test_where_seconds_of_prompts_wait_they_get_up_to_twice_as_much() -> None:
+def test_a_long_prompt_backlog_gets_up_to_twice_the_limit() -> None:
     """At first, five seconds of prompts wait or run."""
     world = stage()
     writer = world.ask("writer", 4, 300)
@@ -76,13 +76,13 @@ def test_where_seconds_of_prompts_wait_they_get_up_to_twice_as_much() -> None:
     assert most == sorted(most, reverse=True)
 
 
-def test_where_nobody_generates_a_prompt_has_the_whole_budget() -> None:
+def test_a_prompt_gets_the_whole_budget_if_no_turn_generates() -> None:
     world = stage()
     world.ask("reader", 300, 4)
     assert pieces(world, "reader") == [256, 44]
 
 
-def test_without_a_limit_a_prompt_has_what_the_decodes_leave() -> None:
+def test_without_a_limit_a_prompt_gets_the_budget_that_decodes_leave() -> None:
     world = stage(prompt_seconds_max=0.0)
     world.ask("writer", 4, 100)
     world.next()
@@ -90,7 +90,7 @@ def test_without_a_limit_a_prompt_has_what_the_decodes_leave() -> None:
     assert pieces(world, "reader") == [255, 45]
 
 
-def test_one_late_iteration_changes_nothing() -> None:
+def test_one_late_iteration_does_not_change_the_pieces() -> None:
     world = stage()
     world.ask("writer", 4, 200)
     for number in range(6):  # to have several measurements
@@ -129,7 +129,7 @@ def test_a_machine_that_becomes_slower_gets_shorter_pieces() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan")])
-def test_a_limit_that_is_no_time_is_refused(wrong: float) -> None:
+def test_an_invalid_limit_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="prompt_seconds_max"):
         SchedulerConfig(prompt_seconds_max=wrong)
     with pytest.raises(ValueError, match="tbt_seconds"):
@@ -158,7 +158,7 @@ def prompts(world: Stage, lengths: list[int], iterations: int, name: str) -> Non
         lengths.append(sum(stop - at for who, at, stop in world.slices() if who != "writer"))
 
 
-def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
+def test_endless_prompts_are_not_charged_for_iterations_that_became_slower() -> None:
     """Iterations become slower while every iteration has a prompt."""
     world, lengths = busy(0.01)
     prompts(world, lengths, 20, "before")
@@ -173,7 +173,7 @@ def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
     assert 48 in lengths[20 + PROBE_AFTER : 40 + PROBE_AFTER]
 
 
-def test_a_base_that_is_out_of_date_does_not_end_the_limit() -> None:
+def test_an_outdated_base_time_does_not_disable_the_limit() -> None:
     """Most turns have ended, so iterations now take less time than the measured base."""
     world, lengths = busy(0.5)
     prompts(world, lengths, 20, "before")
@@ -182,7 +182,7 @@ def test_a_base_that_is_out_of_date_does_not_end_the_limit() -> None:
     assert 48 <= max(lengths[30:]) <= 96
 
 
-def test_a_burst_that_comes_first_is_measured_against_an_iteration_without() -> None:
+def test_an_initial_burst_is_compared_with_an_iteration_without_prompts() -> None:
     world = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES})
     slower(world, 0.2)
     world.ask("writer", 4, 390)
@@ -224,7 +224,7 @@ def test_an_iteration_is_filled_until_it_is_predicted_to_take_the_objective() ->
     )  # 10 ms, 1 ms for the decode, and 64 ms; the next multiple of 16 would make it 91 ms
 
 
-def test_behind_a_long_context_pieces_are_shorter() -> None:
+def test_pieces_are_shorter_after_a_long_context() -> None:
     world = paced(key_seconds=0.0001)
     world.ask("reader", 480, 4)
     times = gaps(world, "reader")
@@ -238,7 +238,7 @@ def test_behind_a_long_context_pieces_are_shorter() -> None:
 
 
 @pytest.mark.parametrize("foreseen", [0.2, 5.0])
-def test_a_wrong_prediction_is_corrected_by_what_was_measured(foreseen: float) -> None:
+def test_a_wrong_prediction_is_corrected_by_measurements(foreseen: float) -> None:
     world = paced(foreseen=foreseen, key_seconds=0.00001)
     world.ask("reader", 1200, 4)
     times = gaps(world, "reader")
@@ -256,7 +256,7 @@ def test_a_machine_that_becomes_slower_or_faster_is_noticed_in_a_few_iterations(
         assert took[8] == expected, took
 
 
-def test_a_machine_that_becomes_slower_is_believed_after_two_iterations() -> None:
+def test_a_slowdown_is_accepted_after_two_iterations() -> None:
     """Until then, predictions still describe the faster machine."""
     world = paced()
     world.ask("reader", 640, 4)
@@ -268,7 +268,7 @@ def test_a_machine_that_becomes_slower_is_believed_after_two_iterations() -> Non
     assert set(took[2:-1]) == {32}, took
 
 
-def test_what_is_done_between_iterations_counts_because_whoever_generates_waits_for_it() -> None:
+def test_time_between_iterations_counts_toward_the_objective() -> None:
     world = paced()
     world.ask("reader", 1600, 4)
     for _ in range(12):
@@ -278,7 +278,7 @@ def test_what_is_done_between_iterations_counts_because_whoever_generates_waits_
     assert piece == 48, "80 ms are 20 outside of an iteration, 11 without a prompt, and 49"
 
 
-def test_where_few_tokens_cost_nothing_pieces_double_until_they_take_time() -> None:
+def test_pieces_double_while_their_tokens_take_no_time() -> None:
     """Up to 40 tokens take no extra time, because reading the weights takes longer than computing them."""
     world = paced()
 
@@ -297,7 +297,7 @@ def test_where_few_tokens_cost_nothing_pieces_double_until_they_take_time() -> N
     assert max(took) == 64
 
 
-def test_the_lesser_of_the_objective_and_the_limit_holds() -> None:
+def test_the_smaller_of_objective_and_limit_applies() -> None:
     for limit, expected in ((0.04, 32), (0.5, 64)):
         world = paced(prompt_seconds_max=limit)
         world.next()
@@ -305,13 +305,13 @@ def test_the_lesser_of_the_objective_and_the_limit_holds() -> None:
         assert pieces(world, "reader")[1] == expected
 
 
-def test_where_nothing_takes_time_there_is_no_limit() -> None:
+def test_no_limit_applies_if_iterations_take_no_time() -> None:
     world = paced(foreseen=0.0)
     world.ask("reader", 300, 4)
     assert pieces(world, "reader") == [255, 45]
 
 
-def test_a_short_prompt_joins_a_long_one_where_time_is_left() -> None:
+def test_a_short_prompt_joins_a_long_one_if_time_is_left() -> None:
     world = paced()
     world.ask("long", 16, 1)
     world.ask("short", 20, 1)
@@ -320,7 +320,7 @@ def test_a_short_prompt_joins_a_long_one_where_time_is_left() -> None:
     assert world.slices() == [("writer", 5, 6), ("long", 0, 16), ("short", 0, 20), ("third", 0, 32)]
 
 
-def test_the_first_prompt_advances_even_where_generating_takes_longer_than_the_objective() -> None:
+def test_the_first_prompt_advances_even_if_decodes_exceed_the_objective() -> None:
     world = paced(iteration_seconds=0.2)
     world.ask("reader", 40, 4)
     world.ask("other", 40, 4)

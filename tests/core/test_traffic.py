@@ -250,7 +250,7 @@ def drawn_shape(seed: int) -> Shape:
 
 
 @pytest.mark.parametrize("first", range(0, 4 * SEEDS, SEEDS))
-def test_every_reply_is_right_in_any_world(first: int) -> None:
+def test_every_reply_is_correct_in_worlds_of_random_shape(first: int) -> None:
     total = Counter[str]()
     for seed in range(first, first + SEEDS):
         sum_up(drawn_shape(seed), "any shape", range(seed, seed + 1), total)
@@ -272,7 +272,7 @@ def test_every_reply_is_correct_in_random_traffic(name: str) -> None:
         assert total["damaged"] == 0
 
 
-def test_planning_ahead_says_the_same() -> None:
+def test_planning_ahead_does_not_change_replies() -> None:
     """The replies do not depend on when iterations are planned."""
     for seed in range(20):
         logs = []

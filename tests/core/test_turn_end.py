@@ -6,7 +6,7 @@ from pensieve.core.turn import FinishReason, TurnState
 from tests.core.world import Stage
 
 
-def test_cancelling_in_the_queue_keeps_what_the_log_keeps() -> None:
+def test_cancelling_a_queued_turn_keeps_only_kv_of_logged_tokens() -> None:
     stage = Stage(8, 0)
     stage.say("a", 4)
     turn = stage.ask("a", 4)
@@ -33,9 +33,7 @@ def test_cancelling_keeps_exactly_the_tokens_that_the_reader_has_seen() -> None:
     assert (again.usage.device_tokens, again.usage.new_tokens) == (5, 2)
 
 
-def test_a_turn_in_flight_ends_for_its_reader_at_once_and_keeps_its_pages_until_the_commit() -> (
-    None
-):
+def test_a_cancelled_turn_in_flight_ends_at_once_but_keeps_pages_until_the_commit() -> None:
     stage = Stage(8, 0, overlap=True)
     turn = stage.ask("a", 4, 10)
     stage.step()
@@ -47,7 +45,7 @@ def test_a_turn_in_flight_ends_for_its_reader_at_once_and_keeps_its_pages_until_
     assert stage.scheduler.counters.idle_tokens == 1
 
 
-def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
+def test_a_conversation_can_be_deleted_while_its_turn_is_in_flight() -> None:
     stage = Stage(8, 0, overlap=True)
     stage.say("a", 4)
     stage.ask("a", 4, 10)
@@ -58,7 +56,7 @@ def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
     assert stage.cache.device.num_empty == 8
 
 
-def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log() -> None:
+def test_cancelling_a_queued_turn_drops_the_kv_of_an_unlogged_turn() -> None:
     """The store lost the first turn. The second turn, cancelled in the queue, keeps its prompt but no KV."""
     stage = Stage(12, 10)
     stage.say("a", 6)
@@ -68,7 +66,7 @@ def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log(
     stage.say("a", 3)
 
 
-def test_so_does_one_whose_predecessor_is_still_leaving() -> None:
+def test_cancelling_a_queued_turn_drops_the_kv_of_an_unlogged_turn_in_flight() -> None:
     stage = Stage(12, 10, overlap=True)
     lost = stage.ask("a", 6)
     stage.step()

@@ -65,7 +65,7 @@ def test_a_turn_at_the_end_of_a_page_survives_the_failure_of_another() -> None:
     assert [(piece.start, piece.stop) for piece in repair.slices] == [(0, 4), (12, 13)]
 
 
-def test_a_failed_turn_discards_what_it_wrote_and_no_longer_holds() -> None:
+def test_a_failed_turn_discards_even_written_chunks_that_it_no_longer_holds() -> None:
     """`b` forks inside a chunk of `a`. `a` is suspended, resumes on a copy of the chunk, and fails."""
     stage = Stage(16, 0)
     stage.say("a", 1)
@@ -82,7 +82,7 @@ def test_a_failed_turn_discards_what_it_wrote_and_no_longer_holds() -> None:
     stage.say("b", 1)
 
 
-def test_a_copy_of_what_a_failed_turn_wrote_is_not_trusted() -> None:
+def test_a_copy_of_a_failed_turns_chunk_is_not_trusted() -> None:
     """`a` repairs the chunk in which `b` ends. `b` copies this chunk on write. Then `a` fails."""
     stage = Stage(16, 0, policy="value")
     stage.say("a", 12)

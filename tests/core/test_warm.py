@@ -6,7 +6,7 @@ from pensieve.core.turn import FinishReason, TurnState
 from tests.core.world import Stage
 
 
-def test_a_warm_brings_a_conversation_to_the_device_and_says_nothing() -> None:
+def test_a_warm_brings_a_conversation_to_the_device_and_generates_no_tokens() -> None:
     stage = Stage(12, 20)
     stage.say("a", 8)
     stage.say("filler", 43)
@@ -51,7 +51,7 @@ def test_a_warm_that_had_nothing_to_compute_is_forgotten() -> None:
     assert stage.executor.known_turns == [turn.attempt_id]
 
 
-def test_a_warm_is_the_first_to_give_way() -> None:
+def test_a_warm_ends_first_when_a_turn_needs_pages() -> None:
     stage = Stage(16, 0, batch_tokens_max=2, swap_out_below=0.1)
     stage.say("w", 20, 1)
     stage.cache.evict("w", stage.now)

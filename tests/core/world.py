@@ -94,7 +94,7 @@ class Shape:
     )
     adopting: float = 0.0  # probability that KV from another engine arrives
     repeating: float = 0.0  # probability that a message repeats what another conversation has said
-    roots: int = 0  # tenants that share chunks by content; 0: nobody does
+    roots: int = 0  # tenants that share chunks by content; 0: no tenant does
     switching: bool = False  # `return` follows another random order whenever a conversation returns
 
 
@@ -340,7 +340,7 @@ class World:
         return Identities(root, self.shape.chunk_tokens)
 
     def _said_after(self, log: list[int]) -> list[int]:
-        """Return a piece of what was once said after the same beginning, perhaps with a word of its own."""
+        """Return tokens that followed the same beginning earlier, perhaps with a random one at the end."""
         known = [each for each in self.said if each[: len(log)] == log and len(each) > len(log)]
         if not known:
             return []
@@ -610,7 +610,7 @@ class Places:
             assert scheduler.counters.preemptions > self.num_preemptions
             waited = [*self.suspended, *self.queued]
             assert any(each.share == turn.share and each.level > level for each in waited), (
-                f"{turn} gave way to nobody above it"
+                f"{turn} gave way to no turn above it"
             )
 
 
@@ -662,7 +662,7 @@ class Stage(World):
 
     def until_ended(self, turn: Turn) -> None:
         while turn.finish is None:
-            assert self.step(), "nothing happens"
+            assert self.step(), "no iteration is left to run"
 
     def next(self) -> Iteration:
         """Plan, launch, collect and commit one iteration."""

@@ -17,7 +17,7 @@ from tests.fakes import reply_to
 from tests.scale import SCALE
 
 
-def test_the_next_iteration_is_launched_before_the_present_one_is_collected() -> None:
+def test_the_next_iteration_is_launched_before_the_current_one_is_collected() -> None:
     calls: list[str] = []
     rig = Rig(depth=2, stops=False)
     launch, collect = rig.executor.launch, rig.executor.collect
@@ -43,7 +43,7 @@ def test_the_next_iteration_is_launched_before_the_present_one_is_collected() ->
     assert rig.scheduler.counters.idle_tokens == 0  # an end by length is known in advance
 
 
-def test_a_turn_that_stops_costs_one_token_for_nothing_when_planning_runs_ahead() -> None:
+def test_planning_ahead_wastes_one_token_when_a_turn_stops() -> None:
     prompt = next([n] for n in range(99) if len(reply_to([n], 30)) == 4)
     for depth, idle in ((1, 0), (2, 1)):
         rig = Rig(depth=depth)
@@ -74,7 +74,7 @@ def test_an_iteration_that_waits_for_a_copy_is_collected_when_one_has_finished()
     assert rig.sink.reply_of(2) == reply_to([1, 2], 4, stops=False)
 
 
-def test_an_executor_that_fails_ahead_ends_every_turn() -> None:
+def test_an_executor_failure_while_planning_ahead_ends_every_turn() -> None:
     rig = Rig(depth=2)
     launch = rig.executor.launch
 
@@ -93,7 +93,7 @@ def test_an_executor_that_fails_ahead_ends_every_turn() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_reply_is_right_however_far_planning_runs_ahead(depth: int) -> None:
+def test_every_reply_is_correct_at_any_planning_depth(depth: int) -> None:
     """Run turns, cancels, forks, rewinds, deletions and evictions. Every commit is audited."""
     total: Counter[str] = Counter()
     for seed in range(40 * SCALE):

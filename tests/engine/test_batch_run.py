@@ -157,7 +157,7 @@ def test_a_prefix_is_computed_once_and_the_engine_forgets_it_with_the_last_reply
     assert one.rig.scheduler.counters.suspensions == 0
 
 
-def test_a_prefix_that_leaves_no_room_for_a_warm_is_shared_as_well() -> None:
+def test_a_prefix_that_leaves_no_room_for_a_warm_is_shared_too() -> None:
     """A warm must leave 25 % of the pages free. The first request of a group is an ordinary turn instead."""
     one = Bench(family(0, 28, 4), CacheConfig(10, 0, CHUNK), pages_max=10)
     one.finish()
@@ -165,14 +165,14 @@ def test_a_prefix_that_leaves_no_room_for_a_warm_is_shared_as_well() -> None:
     assert one.computed_tokens == 28 + 4 * 4
 
 
-def test_requests_that_are_alike_share_all_but_the_last_token() -> None:
+def test_identical_requests_share_all_but_the_last_token() -> None:
     one = Bench([request(*range(12)) for _ in range(4)])
     one.finish()
     one.check_results()
     assert one.computed_tokens == 12 + 3 * 1
 
 
-def test_a_prefix_that_was_evicted_is_computed_by_the_next_request_for_those_behind_it() -> None:
+def test_an_evicted_prefix_is_recomputed_once_by_the_next_request() -> None:
     one = Bench(family(0, 16, 6), pages_max=1)
     while len(one.results) < 3:
         one.step()
@@ -185,7 +185,7 @@ def test_a_prefix_that_was_evicted_is_computed_by_the_next_request_for_those_beh
     assert one.computed_tokens == 2 * 16 + 6 * 4
 
 
-def test_pages_of_a_prefix_that_are_taken_are_computed_by_one_of_its_holders() -> None:
+def test_lost_pages_of_a_prefix_are_recomputed_by_one_of_its_holders() -> None:
     """While the batch is paused, a message takes all pages of the prefix but one."""
     one = Bench(family(0, 16, 6), CacheConfig(12, 0, CHUNK), pages_max=10)
     while len(one.results) < 2:
@@ -211,7 +211,7 @@ def test_requests_with_different_salts_are_in_different_groups() -> None:
     assert one.computed_tokens == 2 * 16 + 6 * 4
 
 
-def test_a_queue_that_is_full_is_waited_for() -> None:
+def test_a_batch_waits_while_the_queue_is_full() -> None:
     one = Bench(family(0, 8, 12), queued_max=2)
     one.finish()
     one.check_results()
@@ -223,7 +223,7 @@ def test_a_queue_that_is_full_is_waited_for() -> None:
     assert 0 < len(refused) < 99
 
 
-def test_only_a_few_turns_wait_however_many_requests_fit_into_memory() -> None:
+def test_a_batch_queues_few_turns_even_if_many_requests_fit_into_memory() -> None:
     requests = [request(n, n + 1) for n in range(WAITING_MAX + 50)]
     one = Bench(requests, CacheConfig(2000, 0, CHUNK), queued_max=WAITING_MAX + 1)
     assert len(one.run.go()) == WAITING_MAX
@@ -257,7 +257,7 @@ def background(one: BatchRequest) -> BatchRequest:
     return replace(one, options=replace(one.options, background=True))
 
 
-def test_a_request_that_is_too_long_is_refused_and_the_others_are_not() -> None:
+def test_only_the_request_that_is_too_long_is_refused() -> None:
     requests = [request(*range(60)), request(*range(70)), request(1, 2), request()]
     one = Bench(requests, CacheConfig(16, 0, CHUNK))
     one.finish()
@@ -270,7 +270,7 @@ def test_a_request_that_is_too_long_is_refused_and_the_others_are_not() -> None:
     ]
 
 
-def test_an_opener_that_fails_leaves_its_prefix_to_the_next() -> None:
+def test_if_the_opener_fails_the_next_request_computes_the_prefix() -> None:
     one = Bench(family(0, 12, 4))
     one.put(one.run.go())
     one.rig.executor.failing_turns.add(1)
@@ -280,7 +280,7 @@ def test_an_opener_that_fails_leaves_its_prefix_to_the_next() -> None:
     assert one.computed_tokens == 2 * 12 + 4 * 4
 
 
-def test_a_request_that_somebody_else_cancels_is_computed_again() -> None:
+def test_a_request_whose_turn_is_cancelled_is_computed_again() -> None:
     one = Bench(family(0, 12, 3, reply=9))
     for _ in range(3):
         one.step()
@@ -290,7 +290,7 @@ def test_a_request_that_somebody_else_cancels_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_batch_pauses_at_any_step(depth: int) -> None:
+def test_a_batch_can_pause_and_resume_at_any_step(depth: int) -> None:
     for after in range(40):
         one = Bench(family(0, 13, 5) + family(100, 8, 3), pages_max=11, depth=depth)
         for _ in range(after):
@@ -306,7 +306,7 @@ def test_a_batch_pauses_at_any_step(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_engine_may_be_lost_at_any_step(depth: int) -> None:
+def test_a_batch_survives_the_loss_of_its_engine_at_any_step(depth: int) -> None:
     for after in range(40):
         one = Bench(family(0, 13, 5) + family(100, 8, 3), pages_max=11, depth=depth)
         for _ in range(after):
@@ -352,7 +352,7 @@ def interleaved(*families: list[BatchRequest]) -> list[BatchRequest]:
     return [each for together in zip(*families, strict=True) for each in together]
 
 
-def test_without_sharing_every_request_is_computed_by_itself() -> None:
+def test_without_sharing_every_request_is_computed_alone() -> None:
     one = Bench(interleaved(family(0, 16, 4), family(100, 16, 4)), sharing="off")
     one.finish()
     one.check_results()
@@ -360,7 +360,7 @@ def test_without_sharing_every_request_is_computed_by_itself() -> None:
     assert one.run.saved_tokens == 0
 
 
-def test_lru_shares_what_earlier_requests_left_in_the_cache() -> None:
+def test_lru_shares_prefixes_that_earlier_requests_left_in_the_cache() -> None:
     requests = interleaved(family(0, 16, 4), family(100, 16, 4))
     one = Bench(requests, sharing="lru", pages_max=1)
     one.finish()
@@ -390,7 +390,7 @@ def drawn_requests(choose: random.Random, longest: int) -> list[BatchRequest]:
     return found
 
 
-def live_through(seed: int) -> Bench:
+def run_random_batch(seed: int) -> Bench:
     """Run a batch in a small cache, among other messages, with every event that may occur."""
     choose = random.Random(seed)
     cache = CacheConfig(choose.randint(8, 20), choose.choice((0, 0, 6, 20)), CHUNK)
@@ -433,13 +433,13 @@ def live_through(seed: int) -> Bench:
 
 
 @pytest.mark.parametrize("first", range(0, 60 * SCALE, 60))
-def test_whatever_happens_each_request_has_its_reply_once(first: int) -> None:
+def test_each_request_has_exactly_one_reply_under_random_faults(first: int) -> None:
     for seed in range(first, first + 60):
-        live_through(seed)
+        run_random_batch(seed)
 
 
 @pytest.mark.parametrize("pages_max", [50, 200])
-def test_undisturbed_every_group_computes_its_prefix_at_most_once(pages_max: int) -> None:
+def test_without_faults_every_group_computes_its_prefix_at_most_once(pages_max: int) -> None:
     for seed in range(40):
         requests = drawn_requests(random.Random(seed), 60)
         one = Bench(requests, CacheConfig(200, 0, CHUNK), pages_max=pages_max)
@@ -457,7 +457,7 @@ def test_undisturbed_every_group_computes_its_prefix_at_most_once(pages_max: int
         assert 0.7 * expected < one.computed_tokens <= 1.1 * expected, f"seed {seed}"
 
 
-def test_a_journal_of_a_batch_is_planned_again_as_it_was_recorded() -> None:
+def test_a_journal_of_a_batch_replays_to_the_same_iterations() -> None:
     for seed in range(10):
         requests = drawn_requests(random.Random(seed), 40)
         journal = io.StringIO()
@@ -513,9 +513,9 @@ def test_a_planted_fault_is_found(
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda self, *rest: change(original, self, *rest))
     with pytest.raises((AssertionError, KeyError)):
-        live_through_all(60)
+        run_random_batches(60)
 
 
-def live_through_all(number: int) -> None:
+def run_random_batches(number: int) -> None:
     for seed in range(number):
-        live_through(seed)
+        run_random_batch(seed)

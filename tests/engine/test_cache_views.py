@@ -15,7 +15,7 @@ def world(**shape: Any) -> Stage:
     return Stage(12, 24, batch_tokens_max=64, **shape)
 
 
-def test_strips_say_where_the_chunks_are() -> None:
+def test_a_strip_shows_the_tier_of_each_chunk() -> None:
     stage = world()
     stage.ask("a", 16, 2)
     stage.run_until_idle()
@@ -39,7 +39,7 @@ def test_long_conversations_show_their_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(int(each) for each in strip if each.isdigit()) == 3
 
 
-def test_those_that_run_come_first_and_only_so_many() -> None:
+def test_running_conversations_come_first_and_the_number_is_limited() -> None:
     stage = world()
     for name in "abc":
         stage.ask(name, 5, 1)
@@ -51,7 +51,7 @@ def test_those_that_run_come_first_and_only_so_many() -> None:
     assert [row[2] for row in shown] == [1.0, 0.0]
 
 
-def test_a_tenant_sees_its_own() -> None:
+def test_a_tenant_sees_only_its_own_conversations() -> None:
     stage = world()
     for name in ("red/a", "blue/a", "a", "~unstored/red/1"):
         stage.ask(name, 5, 1)

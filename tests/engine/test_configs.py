@@ -15,7 +15,7 @@ from pensieve.sim.executor import ModelledExecutor, VirtualClock
 
 
 @pytest.mark.parametrize(("model_max", "context_max"), [(None, 96), (50, 50), (1000, 96)])
-def test_a_context_is_at_most_what_model_and_device_tier_hold(
+def test_the_context_limit_is_the_smaller_of_model_and_device_tier(
     model_max: int | None, context_max: int
 ) -> None:
     """Four pages of 32 slots; one page is reserved for copy on write."""

@@ -22,7 +22,7 @@ def test_quantiles_are_right_to_within_two_percent() -> None:
         assert seconds == pytest.approx(values[round(share * 5000) - 1], rel=0.02)
 
 
-def test_what_is_shorter_than_a_tenth_of_a_millisecond_is_nothing_and_hours_are_long() -> None:
+def test_times_below_100_microseconds_count_as_zero_and_hours_as_long() -> None:
     times = RecentTimes()
     assert times.spread(now=0.0).p50 == times.spread(now=0.0).count == 0
     times.add(0.0, now=1.0, count=60)
@@ -33,7 +33,7 @@ def test_what_is_shorter_than_a_tenth_of_a_millisecond_is_nothing_and_hours_are_
     assert times.spread(now=1.0).p99 > 900.0
 
 
-def test_what_was_five_minutes_ago_counts_no_more_and_nothing_grows() -> None:
+def test_values_older_than_five_minutes_are_dropped_and_memory_is_bounded() -> None:
     times = RecentTimes()
     for second in range(100_000):
         times.add(1.0 if second < 99_000 else 0.01, now=float(second))
@@ -46,7 +46,7 @@ def test_what_was_five_minutes_ago_counts_no_more_and_nothing_grows() -> None:
     assert times.spread(now=101_000.0).count == 0
 
 
-def test_how_many_met_an_objective_is_counted_exactly() -> None:
+def test_the_number_that_met_an_objective_is_counted_exactly() -> None:
     times = RecentTimes(objective=0.1)
     assert times.attained(now=0.0) == 1.0
     times.add(0.1, now=1.0, count=6)
@@ -57,7 +57,7 @@ def test_how_many_met_an_objective_is_counted_exactly() -> None:
     assert times.attained(now=400.0) == 1.0
 
 
-def test_a_share_is_of_the_latest_minutes() -> None:
+def test_a_share_covers_only_the_last_minutes() -> None:
     share = RecentShare()
     assert share.share(now=0.0) == 0.0
     for second in range(0, 600, 10):

@@ -35,7 +35,7 @@ def test_a_turn_streams_its_tokens_and_then_ends() -> None:
     assert isinstance(rig.sink.events[-1], TurnEnded)
 
 
-def test_a_second_turn_computes_only_what_is_new() -> None:
+def test_a_second_turn_computes_only_its_new_tokens() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
     rig.run()
@@ -68,7 +68,7 @@ def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool) 
     )
 
 
-def test_a_message_turns_a_warm_into_the_turn() -> None:
+def test_a_turn_replaces_the_warm_of_its_conversation_and_keeps_its_kv() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], list(range(5, 35)), reply=3))
     rig.run()
@@ -92,7 +92,9 @@ def test_a_message_turns_a_warm_into_the_turn() -> None:
         (submit(1, "a", [1, 2], []), "NO_TOKENS"),
     ],
 )
-def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, reason: str) -> None:
+def test_an_invalid_turn_ends_at_once_and_affects_no_other_turn(
+    message: SubmitTurn, reason: str
+) -> None:
     rig = Rig()
     rig.mailbox.put(message)
     rig.mailbox.put(submit(2, "b", [], [1, 2, 3]))
@@ -101,7 +103,7 @@ def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, r
     assert rig.sink.reply_of(2) == reply_to([1, 2, 3], 9)
 
 
-def test_a_second_turn_beside_a_running_one_is_refused() -> None:
+def test_a_second_turn_of_a_running_conversation_is_refused() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=20))
     rig.mailbox.put(submit(2, "a", [], [4], reply=2))
@@ -110,7 +112,7 @@ def test_a_second_turn_beside_a_running_one_is_refused() -> None:
     assert rig.sink.ends()[1].failure is None
 
 
-def test_the_queue_is_bounded_and_says_so() -> None:
+def test_turns_beyond_the_queue_limit_are_refused_with_queue_full() -> None:
     rig = Rig()
     for attempt_id in range(1, 7):
         rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id]))

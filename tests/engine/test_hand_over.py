@@ -69,7 +69,7 @@ class LedgerPages:
             slots[index] = (slot[0], slot[1])
 
 
-class Side(Rig):
+class HandOverEngine(Rig):
     """An engine that hands over KV. It also keeps the logs of conversations, like a store."""
 
     def __init__(self, seed: int = 0, journal: io.StringIO | None = None, **options: Any) -> None:
@@ -137,7 +137,9 @@ class Collecting:
         self._events.extend(events)
 
 
-def exported(side: Side, name: str, num_tokens: int, num_bytes_max: int = 1) -> list[KvExported]:
+def exported(
+    side: HandOverEngine, name: str, num_tokens: int, num_bytes_max: int = 1
+) -> list[KvExported]:
     """Return all parts, from the end of the conversation to its start."""
     parts: list[KvExported] = []
     before = 0
@@ -166,19 +168,23 @@ def import_of(name: str, log: list[int], part: KvExported, is_first: bool) -> Im
     )
 
 
-def adopted(side: Side, message: ImportKv) -> int:
+def adopted(side: HandOverEngine, message: ImportKv) -> int:
     answer = side.ask(message)
     assert isinstance(answer, Answer)
     side.scheduler.check(side.clock.now())
     return int(answer.figures["chunks"])
 
 
-def open_import(side: Side, name: str) -> None:
+def open_import(side: HandOverEngine, name: str) -> None:
     assert crossed(side.engine, OpenImport(name)) == []
 
 
 def hand_over(
-    source: Side, target: Side, name: str, log: list[int], num_bytes_max: int = 1
+    source: HandOverEngine,
+    target: HandOverEngine,
+    name: str,
+    log: list[int],
+    num_bytes_max: int = 1,
 ) -> list[int]:
     """Hand over a conversation. Return the number of adopted chunks of each part."""
     open_import(target, name)
@@ -188,8 +194,8 @@ def hand_over(
     ]
 
 
-def test_a_conversation_goes_on_elsewhere_and_nothing_is_computed_again() -> None:
-    source, target = Side(), Side()
+def test_a_conversation_continues_on_another_engine_without_recomputing() -> None:
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     assert hand_over(source, target, "a", log, 3 * SIZE * SLOT.size) == [
         3,
@@ -201,8 +207,8 @@ def test_a_conversation_goes_on_elsewhere_and_nothing_is_computed_again() -> Non
     assert figures["chunks_adopted"] == -(-len(log) // SIZE)
 
 
-def test_what_lies_on_the_host_goes_too_and_the_log_goes_with_it() -> None:
-    source, target = Side(), Side()
+def test_host_chunks_are_exported_too_and_the_log_with_them() -> None:
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     source.mailbox.put(EvictConversation("a", to_host=True))
     source.run()
@@ -217,8 +223,8 @@ def test_what_lies_on_the_host_goes_too_and_the_log_goes_with_it() -> None:
     assert target.recomputed() == 0
 
 
-def test_a_part_is_as_long_as_was_wanted_or_one_chunk() -> None:
-    source = Side()
+def test_a_part_has_the_wanted_size_but_at_least_one_chunk() -> None:
+    source = HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     chunk_bytes = SIZE * SLOT.size
     assert {len(part.slots) for part in exported(source, "a", 16, 1)} == {1}
@@ -227,8 +233,8 @@ def test_a_part_is_as_long_as_was_wanted_or_one_chunk() -> None:
     assert sum(sum(part.slots) for part in exported(source, "a", 999)) == len(log) - 1
 
 
-def test_nothing_is_exported_of_a_turn_that_runs_or_of_what_is_not_there() -> None:
-    source = Side()
+def test_running_and_missing_conversations_are_not_exported() -> None:
+    source = HandOverEngine()
     log = source.say("a", [], [1, 2, 3])
     assert source.ask(ExportKv(1, "b", 9, 0, 1)).refusal == "NOT_HERE"
     source.put("a", log, [4, 5], 6)
@@ -240,9 +246,9 @@ def test_nothing_is_exported_of_a_turn_that_runs_or_of_what_is_not_there() -> No
     assert source.ask(ExportKv(4, "a", 9, 0, 1)).refusal == "NO_PAGES"
 
 
-def test_what_another_turn_may_still_fail_to_compute_is_not_exported() -> None:
+def test_chunks_that_a_running_turn_may_still_discard_are_not_exported() -> None:
     """Pages that a running turn of a fork holds are exported only from the host."""
-    source = Side()
+    source = HandOverEngine()
     log = source.say("a", [], list(range(1, 10)))
     source.mailbox.put(ForkConversation("a", 8, "b"))
     source.put("b", log[:8], [7], 30)
@@ -252,8 +258,8 @@ def test_what_another_turn_may_still_fail_to_compute_is_not_exported() -> None:
     source.run()
 
 
-def test_a_page_that_changed_on_the_host_is_left_out() -> None:
-    source, target = Side(), Side()
+def test_a_corrupted_host_page_is_not_exported() -> None:
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     source.mailbox.put(EvictConversation("a", to_host=True))
     source.run()
@@ -268,8 +274,8 @@ def test_a_page_that_changed_on_the_host_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("where", ["first byte", "last byte", "length", "log"])
-def test_bytes_that_changed_on_the_way_are_not_adopted(where: str) -> None:
-    source, target = Side(), Side()
+def test_bytes_corrupted_in_transfer_are_not_adopted(where: str) -> None:
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     (part,) = exported(source, "a", len(log), 99 * SIZE * SLOT.size)
     message = import_of("a", log, part, True)
@@ -291,7 +297,7 @@ def test_bytes_that_changed_on_the_way_are_not_adopted(where: str) -> None:
 
 
 def test_a_part_without_an_open_import_is_not_adopted() -> None:
-    source, target = Side(), Side()
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     first, *_ = exported(source, "a", len(log))
     assert adopted(target, import_of("a", log, first, True)) == 0
@@ -308,10 +314,10 @@ def test_a_part_without_an_open_import_is_not_adopted() -> None:
     ids=lambda each: type(each).__name__,
 )
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_whatever_uses_or_changes_the_conversation_ends_its_import(
+def test_any_use_or_change_of_a_conversation_ends_its_import(
     message: EngineMessage, has_begun: bool
 ) -> None:
-    source, target = Side(), Side()
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     parts = exported(source, "a", len(log))
     open_import(target, "a")
@@ -322,8 +328,8 @@ def test_whatever_uses_or_changes_the_conversation_ends_its_import(
     assert adopted(target, import_of("a", log, parts[1], not has_begun)) == 0
 
 
-def test_an_import_is_not_opened_while_a_turn_runs_or_where_there_is_kv() -> None:
-    source, target = Side(), Side()
+def test_no_import_is_opened_while_a_turn_runs_or_kv_exists() -> None:
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     parts = exported(source, "a", len(log))
     target.put("a", [], log, 30)
@@ -338,8 +344,8 @@ def test_an_import_is_not_opened_while_a_turn_runs_or_where_there_is_kv() -> Non
     assert adopted(target, import_of("a", log, parts[0], True)) == 0
 
 
-def test_what_was_evicted_in_between_is_not_gone_on_with() -> None:
-    source, target = Side(), Side()
+def test_an_eviction_between_two_parts_ends_the_import() -> None:
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     parts = exported(source, "a", len(log))
     open_import(target, "a")
@@ -351,7 +357,7 @@ def test_what_was_evicted_in_between_is_not_gone_on_with() -> None:
 
 
 def test_the_oldest_of_too_many_imports_is_closed() -> None:
-    source, target = Side(), Side()
+    source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     parts = exported(source, "a", len(log))
     open_import(target, "a")
@@ -360,8 +366,8 @@ def test_the_oldest_of_too_many_imports_is_closed() -> None:
     assert adopted(target, import_of("a", log, parts[0], True)) == 0
 
 
-def test_numbers_that_fit_no_chunk_are_refused() -> None:
-    target = Side()
+def test_parts_with_invalid_slot_counts_are_refused() -> None:
+    target = HandOverEngine()
     for first, slots, log in ((0, (SIZE + 1,), 9), (2, (1,), 8), (0, (SIZE, 0), 3), (0, (), 3)):
         open_import(target, "a")
         body = packed(list(range(log))) + bytes(sum(slots) * SLOT.size)
@@ -370,7 +376,7 @@ def test_numbers_that_fit_no_chunk_are_refused() -> None:
     assert not target.scheduler.cache.conversations
 
 
-def test_a_verdict_on_the_bytes_is_a_field_that_a_journal_keeps() -> None:
+def test_the_result_of_the_checksums_is_kept_in_the_journal() -> None:
     message = ImportKv(1, "a", 0, (2,), (0,), 0, bytes(32))
     judged = verified(message, SLOT.size)
     assert (judged.damaged, judged.is_verified) == ((0,), True)
@@ -379,7 +385,7 @@ def test_a_verdict_on_the_bytes_is_a_field_that_a_journal_keeps() -> None:
     assert (again.damaged, again.is_verified) == ((0,), True)
 
 
-class Between(random.Random):
+class RandomEvents(random.Random):
     """Random events between two messages."""
 
     def damage(self, message: ImportKv) -> ImportKv | None:
@@ -399,15 +405,15 @@ class Between(random.Random):
 
 
 @pytest.mark.parametrize("first_seed", range(0, 60, 20))
-def test_replies_are_right_and_a_replay_agrees_whatever_happens_between_two_messages(
+def test_replies_and_replays_are_correct_despite_random_events_between_messages(
     first_seed: int,
 ) -> None:
     """Two engines have their own traffic. Conversations move back and forth, with faults."""
     total_adopted = 0
     for seed in range(first_seed, first_seed + 20):
-        choose, journals = Between(seed), (io.StringIO(), io.StringIO())
+        choose, journals = RandomEvents(seed), (io.StringIO(), io.StringIO())
         depth = 1 + seed % 2
-        sides = [Side(seed + i, journals[i], depth=depth) for i in range(2)]
+        sides = [HandOverEngine(seed + i, journals[i], depth=depth) for i in range(2)]
         logs: dict[str, list[int]] = {}
         owner: dict[str, int] = {}
         for _ in range(12):

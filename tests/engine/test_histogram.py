@@ -9,7 +9,7 @@ from pensieve.engine.messages import GetStats
 from tests.engine.rig import Rig, submit
 
 
-def test_a_value_at_a_bound_is_within_it() -> None:
+def test_a_value_equal_to_a_bound_is_in_that_bucket() -> None:
     found = Histogram((0.1, 0.5, 2.0))
     for value in (0.0, 0.1, 0.100001, 0.5, 1.9, 2.0, 2.1, 1e9):
         found.add(value)
@@ -24,12 +24,12 @@ def test_several_equal_values_are_added_at_once() -> None:
     assert (found.counts, found.sum) == ([0, 3, 2], 16)
 
 
-def test_bounds_that_do_not_rise_are_a_mistake() -> None:
+def test_bounds_must_be_ascending() -> None:
     with pytest.raises(AssertionError):
         Histogram((1, 1))
 
 
-def test_a_histogram_is_the_same_behind_the_pipe() -> None:
+def test_a_histogram_is_unchanged_by_the_pipe() -> None:
     before = Histogram((0.25, 1, 16_384))
     before.add(0.2)
     before.add(20_000, 4)

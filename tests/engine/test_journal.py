@@ -37,9 +37,7 @@ def test_a_journal_replays_to_the_same_iterations(seed: int, depth: int) -> None
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_was_found_by_content_is_found_again_without_the_content(
-    seed: int, depth: int
-) -> None:
+def test_content_lookups_replay_without_the_content(seed: int, depth: int) -> None:
     lines = io.StringIO()
     rig = Rig(seed, lines, depth=depth, failing=0.02)
     traffic(rig, seed, 90, roots=("a", "b"))
@@ -64,7 +62,7 @@ def test_lookups_keep_their_numbers_after_equal_chunks_were_merged() -> None:
     assert replay(lines) == rig.scheduler.counters.iterations
 
 
-def test_a_journal_knows_whose_turns_waited() -> None:
+def test_a_journal_records_the_shares_and_weights_of_turns() -> None:
     lines = io.StringIO()
     rig = Rig(0, lines)
     for number in range(1, 5):
@@ -81,7 +79,7 @@ def test_a_journal_knows_whose_turns_waited() -> None:
         replay(alike.splitlines())
 
 
-def test_a_journal_tells_how_far_planning_ran_ahead() -> None:
+def test_a_journal_records_the_planning_depth() -> None:
     lines = io.StringIO()
     rig = Rig(0, lines, depth=2, stops=False)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=3))
@@ -107,9 +105,7 @@ def test_a_journal_that_was_tampered_with_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"version":1}\n', "Dear diary\n", "[]\n", '{"plan":1.0}\n'])
-def test_nothing_is_appended_to_what_could_not_be_read_afterwards(
-    tmp_path: Path, text: str
-) -> None:
+def test_an_unreadable_journal_is_not_appended_to(tmp_path: Path, text: str) -> None:
     path = tmp_path / "journal"
     path.write_text(text)
     with pytest.raises(ConfigError, match="cannot append"):
@@ -147,13 +143,13 @@ def test_turns_continue_without_a_journal_that_cannot_be_written(
             rig.mailbox.put(submit(number, f"c{number}", [], [1, 2, 3, 4, 5]))
         rig.run()
     assert set(rig.sink.ends()) == {1, 2, 3}
-    assert lines.num_tries == num_lines + 1, "it is not tried again: what is missing is missing"
+    assert lines.num_tries == num_lines + 1, "no line may be written after the failed one"
     assert caplog.text.count("stopped recording the journal") == 1
     assert "No space left on device" in caplog.text
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
-def test_an_engine_starts_though_the_disk_of_its_journal_is_full(tmp_path: Path) -> None:
+def test_an_engine_starts_even_if_the_disk_of_its_journal_is_full(tmp_path: Path) -> None:
     settings = resolve(
         {
             "data": str(tmp_path),

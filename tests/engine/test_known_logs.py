@@ -56,7 +56,7 @@ def expected(tokens: list[int]) -> list[int]:
     return reply_to(tokens, min(len(tokens) + 6, ENGINE.context_max))
 
 
-def test_the_next_turn_of_a_conversation_brings_its_message_alone() -> None:
+def test_the_next_turn_of_a_conversation_sends_only_its_message() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(new(2, "a", log, [9]))
@@ -66,7 +66,7 @@ def test_the_next_turn_of_a_conversation_brings_its_message_alone() -> None:
     assert end_of(rig, 2).usage.device_tokens == len(log) - 1
 
 
-def test_an_engine_that_was_started_again_asks_for_the_log() -> None:
+def test_a_restarted_engine_asks_for_the_log() -> None:
     rig = Rig()
     log = list(range(20))
     rig.mailbox.put(new(7, "a", log, [9]))
@@ -80,7 +80,7 @@ def test_an_engine_that_was_started_again_asks_for_the_log() -> None:
     assert (usage.new_tokens, usage.recomputed_tokens) == (2, 19)
 
 
-def test_what_was_dropped_from_both_tiers_is_asked_for() -> None:
+def test_the_engine_asks_for_the_log_if_both_tiers_dropped_its_kv() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(EvictConversation("a"))
@@ -89,7 +89,7 @@ def test_what_was_dropped_from_both_tiers_is_asked_for() -> None:
     assert needed(rig) == [LogNeeded(2, "a", len(log))]
 
 
-def test_a_rewound_conversation_is_known_as_far_as_it_goes() -> None:
+def test_a_rewound_conversation_needs_no_log() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(RewindConversation("a", 3))
@@ -99,7 +99,7 @@ def test_a_rewound_conversation_is_known_as_far_as_it_goes() -> None:
     assert rig.sink.reply_of(2) == expected([*log[:3], 9])
 
 
-def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself() -> None:
+def test_a_turn_after_a_lost_rewind_cuts_the_log_itself() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(new(2, "a", log[:3], [9]))
@@ -108,7 +108,7 @@ def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself() -> None:
     assert rig.sink.reply_of(2) == expected([*log[:3], 9])
 
 
-def test_a_fork_is_known_too() -> None:
+def test_a_fork_needs_no_log() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(ForkConversation("a", 4, "b"))
@@ -118,7 +118,7 @@ def test_a_fork_is_known_too() -> None:
     assert rig.sink.reply_of(2) == expected([*log[:4], 9])
 
 
-def test_a_log_that_is_longer_than_what_is_known_is_asked_for() -> None:
+def test_the_engine_asks_for_a_log_that_is_longer_than_the_known_one() -> None:
     """This happens if another engine answered the turn before this one."""
     rig = Rig()
     log = first_turn(rig)
@@ -147,7 +147,7 @@ def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log() -> Non
     assert "a" not in rig.scheduler.cache.conversations
 
 
-def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for() -> None:
+def test_a_turn_replaces_a_warm_that_waits_for_the_log() -> None:
     rig = Rig()
     rig.mailbox.put(warm(7, "a", [1, 2, 3]))
     rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
@@ -187,7 +187,7 @@ def test_a_log_of_the_wrong_length_fails_the_turn() -> None:
 
 
 @pytest.mark.parametrize("follow_up", ["delete", "rewind"])
-def test_nothing_is_built_on_the_log_of_a_conversation_whose_turn_still_releases_its_pages(
+def test_a_recreated_conversation_does_not_use_the_log_of_the_deleted_one(
     follow_up: str,
 ) -> None:
     """A new conversation with the name of a deleted one must not use the deleted one's tokens.
@@ -231,9 +231,7 @@ def running_with_a_slice_ahead() -> Rig:
     return rig
 
 
-def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_what_was_cut() -> (
-    None
-):
+def test_a_fork_of_a_recreated_conversation_takes_no_kv_of_the_deleted_one() -> None:
     """The store has deleted x, created it again, and forked it. The cached KV still belongs to the old x."""
     rig = running_with_a_slice_ahead()
     log = list(range(500, 510))
@@ -266,7 +264,7 @@ def warmed(rig: Rig, prefix: list[int], attempt_id: int = 1) -> None:
     rig.run()
 
 
-def test_a_conversation_under_a_warm_prefix_needs_no_log_and_computes_its_own_words() -> None:
+def test_a_conversation_under_a_warm_prefix_computes_only_its_own_tokens() -> None:
     rig = Rig()
     warmed(rig, PREFIX)
     before = len(needed(rig))
@@ -280,7 +278,7 @@ def test_a_conversation_under_a_warm_prefix_needs_no_log_and_computes_its_own_wo
     assert len(needed(rig)) == before
 
 
-def test_a_conversation_that_was_dropped_finds_its_prefix_again() -> None:
+def test_a_dropped_conversation_reuses_its_declared_prefix() -> None:
     rig = Rig()
     warmed(rig, PREFIX)
     rig.mailbox.put(under(2, "a", PREFIX, [2]))

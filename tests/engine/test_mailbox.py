@@ -16,7 +16,7 @@ from pensieve.engine.messages import (
 from pensieve.errors import QueueFull, Unavailable
 
 
-def test_the_mailbox_is_bounded_but_takes_what_frees_something() -> None:
+def test_a_full_mailbox_accepts_only_messages_that_free_resources() -> None:
     box = Mailbox(messages_max=2)
     box.put(GetStats(1))
     box.put(GetStats(2))
@@ -30,7 +30,7 @@ def test_the_mailbox_is_bounded_but_takes_what_frees_something() -> None:
         box.put(GetStats(4))
 
 
-def test_an_outbox_makes_its_writer_wait_when_it_is_full() -> None:
+def test_a_full_outbox_makes_its_writer_wait() -> None:
     outbox = Outbox(events_max=1)
     outbox.publish([Answer(1)])
     writer = threading.Thread(target=outbox.publish, args=([Answer(2)],))

@@ -46,7 +46,7 @@ def two_replies(rig: Rig) -> None:
     assert not rig.scheduler.num_turns
 
 
-def test_gaps_and_first_tokens_are_held_against_their_objectives() -> None:
+def test_token_gaps_and_first_tokens_are_compared_with_their_objectives() -> None:
     rig = rig_with(tbt=0.25, ttft=0.3)
     two_replies(rig)
     found = figures(rig)
@@ -60,7 +60,7 @@ def test_gaps_and_first_tokens_are_held_against_their_objectives() -> None:
     assert found["ttft_p99_seconds"] == pytest.approx(0.5, rel=0.02)
 
 
-def test_without_objectives_the_times_are_there_and_nothing_is_attained() -> None:
+def test_without_objectives_times_are_reported_but_no_attainment() -> None:
     rig = rig_with()
     two_replies(rig)
     found = figures(rig)
@@ -77,7 +77,7 @@ def test_a_gap_far_above_the_median_is_a_stall_unless_the_objective_allows_it(
     assert figures(rig)["stalls"] == stalls
 
 
-def test_a_turn_that_is_gone_leaves_nothing() -> None:
+def test_an_ended_turn_leaves_no_recorded_times() -> None:
     rig = rig_with()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
     rig.mailbox.put(submit(2, "b", [], [1] * 48))  # exceeds the context
@@ -93,7 +93,7 @@ def test_a_turn_that_is_gone_leaves_nothing() -> None:
     assert figures(rig)["ttft_count"] == 1
 
 
-def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> None:
+def test_a_token_gap_during_a_suspension_and_the_suspension_are_counted() -> None:
     """The device has no room for both turns until their ends, so one turn is suspended."""
     rig = rig_with()
     for number, name in ((1, "a"), (2, "b")):
@@ -122,12 +122,14 @@ def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> No
 
 
 @pytest.mark.parametrize("tbt", [0.0, 9.0])
-def test_predictions_are_held_against_what_iterations_took(tbt: float) -> None:
+def test_predictions_are_compared_with_measured_iteration_times(tbt: float) -> None:
     """Errors: 0, 0, 0, then 0.4 s instead of the predicted 0.2 s, then the reverse, then 0 again."""
     rig = rig_with(tbt, cost=EVEN)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=20))
     rig.take(0.2, 0.2)
-    assert figures(rig)["iterations_predicted"] == 0, "nothing was known before these"
+    assert figures(rig)["iterations_predicted"] == 0, (
+        "no prediction existed before these iterations"
+    )
     rig.take(0.2, 0.2, 0.2, 0.4, 0.2, 0.2)
     found = figures(rig)
     assert found["iterations_predicted"] == 6
@@ -135,7 +137,7 @@ def test_predictions_are_held_against_what_iterations_took(tbt: float) -> None:
     assert found["iteration_error_p90"] == pytest.approx(1.0)
 
 
-def test_a_piece_of_a_prompt_is_predicted_beside_what_generates() -> None:
+def test_a_prompt_piece_is_predicted_beside_generating_turns() -> None:
     """Iterations take 10 ms, plus 1 ms per token. Predictions are half of that, until they are corrected."""
     rig = rig_with(cost=IterationCost(0.0005, 0.0, 0.0, 0.0, 0.005))
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=30))
@@ -154,7 +156,7 @@ def test_a_piece_of_a_prompt_is_predicted_beside_what_generates() -> None:
     assert planned.predicted_seconds == pytest.approx(0.017, rel=0.05)
 
 
-def test_an_iteration_that_was_planned_ahead_is_timed_from_the_end_of_the_one_before() -> None:
+def test_an_iteration_planned_ahead_is_timed_from_the_end_of_the_previous_one() -> None:
     rig = rig_with(cost=EVEN, depth=2)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=12))
     while rig.engine.step():
@@ -165,7 +167,7 @@ def test_an_iteration_that_was_planned_ahead_is_timed_from_the_end_of_the_one_be
     assert found["tbt_p50_seconds"] == pytest.approx(0.2, rel=0.02)
 
 
-def test_errors_are_of_the_latest_iterations() -> None:
+def test_prediction_errors_cover_only_the_latest_iterations() -> None:
     rig = rig_with(cost=EVEN)
     for number in range(40):
         rig.mailbox.put(submit(number + 1, f"c{number}", [], [1, 2, 3], reply=30))
@@ -173,7 +175,7 @@ def test_errors_are_of_the_latest_iterations() -> None:
     assert figures(rig)["iterations_predicted"] == ERRORS_KEPT
 
 
-def test_a_journal_has_what_was_predicted() -> None:
+def test_a_journal_records_the_predictions() -> None:
     lines = io.StringIO()
     scheduler = replace(SCHEDULER, cost=EVEN)
     rig = Rig(0, lines, stops=False, scheduler=scheduler)
@@ -190,14 +192,14 @@ def test_a_journal_has_what_was_predicted() -> None:
 # -- work --
 
 
-def test_the_budget_is_used_by_the_tokens_of_iterations() -> None:
+def test_token_budget_used_counts_the_tokens_of_iterations() -> None:
     rig = rig_with()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=4))
     rig.take(0.1, 0.1, 0.1, 0.1)
     assert figures(rig)["token_budget_used"] == pytest.approx((4 + 1 + 1 + 1) / (4 * 16))
 
 
-def test_tokens_are_counted_by_share_and_not_by_weight() -> None:
+def test_tokens_are_counted_per_share_regardless_of_weight() -> None:
     rig = rig_with()
     for number, share, weight in ((1, "a", 1.0), (2, "b", 4.0), (3, "", 1.0), (4, "b", 4.0)):
         turn = submit(number, f"{share}/c{number}", [], [1, 2, 3], reply=5)
@@ -208,7 +210,7 @@ def test_tokens_are_counted_by_share_and_not_by_weight() -> None:
     assert of_shares == {"tenant_tokens.a": 8, "tenant_tokens.b": 16, "tenant_tokens.": 8}
 
 
-def test_what_was_computed_for_nothing_is_a_share_of_all() -> None:
+def test_idle_share_is_the_wasted_part_of_all_computed_rows() -> None:
     rig = rig_with()
     rig.engine.metrics.more = lambda: {"rows_padded": 3.0}
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=4))

@@ -76,7 +76,7 @@ def test_a_message_arrives_as_it_was_sent(message: box.EngineMessage) -> None:
     assert channel.message_of(through(channel.pack_message(message))) == message
 
 
-def test_every_kind_of_message_and_event_crosses() -> None:
+def test_every_kind_of_message_and_event_crosses_the_pipe() -> None:
     assert {type(each) for each in MESSAGES} == set(box.EngineMessage.__args__)
     assert {type(each) for each in EVENTS} == set(box.EngineEvent.__args__)
 
@@ -85,7 +85,7 @@ def test_events_arrive_as_they_were_published() -> None:
     assert channel.events_of(through(channel.pack_events(EVENTS))) == EVENTS
 
 
-def test_an_event_with_bytes_crosses_in_a_frame_of_its_own() -> None:
+def test_an_event_with_bytes_gets_a_separate_frame() -> None:
     first, last = box.TurnAdmitted(1), box.TurnAdmitted(2)
     packed = channel.pack_events([first, PART, first, last])
     frames = [channel.events_of(each) for each in all_through(packed)]
@@ -104,7 +104,7 @@ def test_an_event_with_bytes_crosses_in_a_frame_of_its_own() -> None:
         (["TurnOptions", 1], b""),
     ],
 )
-def test_a_message_that_is_none_is_refused(frame: channel.Frame) -> None:
+def test_an_invalid_message_is_refused(frame: channel.Frame) -> None:
     with pytest.raises(channel.BrokenPipe):
         channel.message_of(frame)
 
@@ -121,7 +121,7 @@ def test_a_message_that_is_none_is_refused(frame: channel.Frame) -> None:
         (["events", [["TurnEnded", 1, "c", "gone", []]]], b""),
     ],
 )
-def test_an_event_that_is_none_is_refused(frame: channel.Frame) -> None:
+def test_an_invalid_event_is_refused(frame: channel.Frame) -> None:
     with pytest.raises(channel.BrokenPipe):
         channel.events_of(frame)
 
@@ -137,6 +137,6 @@ def test_an_event_that_is_none_is_refused(frame: channel.Frame) -> None:
         (channel.LENGTHS.pack(2, 0) + b"{}", "without a kind"),
     ],
 )
-def test_bytes_that_are_no_frame_are_refused(written: bytes, problem: str) -> None:
+def test_an_invalid_frame_is_refused(written: bytes, problem: str) -> None:
     with pytest.raises(channel.BrokenPipe, match=problem):
         through(written)

@@ -57,7 +57,7 @@ def watched(
     return rig, watch
 
 
-def test_turns_that_generate_are_divided_among_the_iterations_in_flight() -> None:
+def test_generating_turns_are_divided_among_the_iterations_in_flight() -> None:
     rig, watch = watched(2, stops=False)
     for attempt_id in range(1, 5):
         rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id], reply=6))
@@ -71,7 +71,7 @@ def test_turns_that_generate_are_divided_among_the_iterations_in_flight() -> Non
         assert rig.sink.reply_of(attempt_id) == reply_to([attempt_id], 7, stops=False)
 
 
-def test_a_turn_that_is_alone_waits_for_its_own_token() -> None:
+def test_a_single_turn_waits_for_its_own_token() -> None:
     rig, watch = watched(3, stops=False)
     rig.mailbox.put(submit(1, "a", [], [1, 2], reply=5))
     rig.run()
@@ -88,7 +88,7 @@ def test_the_pieces_of_a_prompt_follow_each_other_without_waiting() -> None:
     assert watch.most_launched == 3
 
 
-def test_micro_batches_take_equal_time_and_not_equal_numbers() -> None:
+def test_micro_batches_are_balanced_by_time_and_not_by_number_of_turns() -> None:
     """If reading keys takes the time, one long context weighs as much as many short ones."""
     by_keys = IterationCost(0.0, 1.0, 0.0, 1.0, 0.0)
     rig, watch = watched(2, replace(SCHEDULER, cost=by_keys, batch_tokens_max=32), stops=False)
@@ -100,7 +100,7 @@ def test_micro_batches_take_equal_time_and_not_equal_numbers() -> None:
     assert decoding == {(1,), (2, 3, 4)}
 
 
-def test_the_limits_are_those_of_all_iterations_between_two_tokens_of_a_turn() -> None:
+def test_limits_apply_to_all_iterations_between_two_tokens_of_a_turn() -> None:
     """With two stages, two iterations fit between two tokens. So prompts may add half as much to each."""
     cost = IterationCost(0.001, 0.0, 0.0, 0.0, 0.0)
     sizes = {}
@@ -112,7 +112,7 @@ def test_the_limits_are_those_of_all_iterations_between_two_tokens_of_a_turn() -
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_every_reply_is_right_with_a_pipeline(stages: int) -> None:
+def test_every_reply_is_correct_with_a_pipeline(stages: int) -> None:
     """Run turns, cancels, forks, rewinds, deletions and evictions. Every commit is audited."""
     total: Counter[str] = Counter()
     for seed in range(40 * SCALE):

@@ -77,7 +77,7 @@ def ended(rig: Rig) -> dict[int, str]:
     }
 
 
-def test_others_go_on_while_a_constraint_compiles() -> None:
+def test_other_turns_run_while_a_constraint_compiles() -> None:
     rig = HoldingRig()
     rig.put(1, "slow")
     rig.mailbox.put(submit(2, "other", [], [4, 5]))
@@ -90,7 +90,7 @@ def test_others_go_on_while_a_constraint_compiles() -> None:
     assert rig.compiling.forgotten == [1]  # the other turn has no constraint
 
 
-def test_one_that_is_ready_is_taken_at_once() -> None:
+def test_a_turn_whose_constraint_is_ready_is_not_held() -> None:
     rig = HoldingRig()
     rig.compiling.is_quick = True
     rig.put(1, "quick")
@@ -129,7 +129,7 @@ def test_a_held_turn_may_be_cancelled_and_its_conversation_deleted(how: object) 
     assert ended(rig)[2] == "length"
 
 
-def test_another_turn_of_its_conversation_is_refused() -> None:
+def test_another_turn_of_a_held_turns_conversation_is_refused() -> None:
     rig = HoldingRig()
     rig.put(1, "slow")
     rig.put(2, "slow")
@@ -171,7 +171,7 @@ def test_a_fork_and_a_rewind_see_the_conversation_before_the_held_turn() -> None
     assert LogNeeded(2, "c", len(log)) in rig.sink.events  # the log that its message follows
 
 
-def test_an_engine_that_is_closed_ends_its_held_turns_first() -> None:
+def test_a_closed_engine_ends_its_held_turns_first() -> None:
     rig = HoldingRig()
     rig.put(1, "slow")
     rig.mailbox.close()
@@ -185,7 +185,7 @@ def test_an_engine_that_is_closed_ends_its_held_turns_first() -> None:
     assert ended(rig) == {1: "length"}
 
 
-def test_an_idle_engine_wakes_when_one_is_ready() -> None:
+def test_an_idle_engine_wakes_when_a_constraint_is_ready() -> None:
     rig = HoldingRig()
     rig.put(1, "slow")
     assert not rig.engine.step()
@@ -195,7 +195,7 @@ def test_an_idle_engine_wakes_when_one_is_ready() -> None:
     assert rig.engine.step()
 
 
-def test_an_engine_that_fails_fails_its_held_turns() -> None:
+def test_an_engine_failure_fails_its_held_turns() -> None:
     rig = HoldingRig()
     rig.put(1, "slow")
     rig.run()
@@ -204,7 +204,7 @@ def test_an_engine_that_fails_fails_its_held_turns() -> None:
     assert rig.sink.ends()[1].finish is FinishReason.FAILED
 
 
-def test_a_journal_has_a_turn_when_it_is_taken_and_nothing_of_its_constraint() -> None:
+def test_a_journal_records_a_held_turn_without_constraint_when_it_starts() -> None:
     lines = io.StringIO()
     rig = HoldingRig(journal=lines)
     rig.put(1, "slow")

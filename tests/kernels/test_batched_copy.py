@@ -50,7 +50,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_slots", [[8] * 9, [8, 3, 8, 8, 8, 1, 8, 8, 8], [5] * 9])
-def test_pieces_move_what_the_kernel_moves(driver: None, num_slots: list[int]) -> None:
+def test_pieces_copy_the_same_slots_as_the_kernel(driver: None, num_slots: list[int]) -> None:
     """Neighbouring pages are one piece. Only the filled slots of a partly filled page are copied."""
     source = torch.randn(12, 2, 3, 8, 16).half()
     target = torch.full_like(source, 7.0)
@@ -66,7 +66,7 @@ def test_pieces_move_what_the_kernel_moves(driver: None, num_slots: list[int]) -
         assert len(pieces.sizes) == 6, "4 5 6 -> 1 2 3 and 2 3 -> 6 7 are one piece each"
 
 
-def test_what_the_driver_refuses_is_an_error_of_the_device(driver: None) -> None:
+def test_a_copy_that_the_driver_refuses_is_a_device_error(driver: None) -> None:
     arena = torch.zeros(2, 2, 1, 8, 16)
     moves = PageMoves(torch.tensor([0]), torch.tensor([1]), torch.tensor([8]))
     pieces = moves.in_pieces(8, 2, 8 * 16 * 4)
@@ -75,7 +75,7 @@ def test_what_the_driver_refuses_is_an_error_of_the_device(driver: None) -> None
 
 
 @pytest.mark.parametrize("library", ["libnothing.so.1", "libc.so.6"])
-def test_where_no_driver_copies_batches_the_kernel_does(
+def test_without_batched_copies_of_the_driver_the_kernel_copies(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver library is missing, or lacks the function."""
@@ -92,13 +92,13 @@ def test_large_pages_of_a_gpu_are_copied_in_batches(driver: None) -> None:
 
 
 @pytest.mark.parametrize("batches", [False, True])
-def test_a_memory_prepares_moves_for_the_way_that_they_go(
+def test_a_memory_prepares_pieces_only_for_moves_between_tiers(
     driver: None, batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "copies_batches", lambda device, layer_page_bytes: batches)
     made = KVMemory(ModelShape(2, 4, 2, 8, 100, 512, torch.bfloat16, 0, 0), 9, 9, 4)
     moves = PageMoves.from_swap_ins([SwapIn(0, 3, 7, 4), SwapIn(1, 4, 8, 4), SwapIn(2, 5, 1, 2)])
-    assert made.prepared(moves).pieces is None, "they stay on the device"
+    assert made.prepared(moves).pieces is None, "these moves stay on the device"
     pieces = made.prepared_to_cross(moves).pieces
     assert (pieces is not None) == batches
     if pieces is not None:

@@ -8,7 +8,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.kernels import choices
 
 
-def test_what_is_named_is_chosen_and_the_rest_keeps_its_default() -> None:
+def test_unnamed_choices_keep_their_defaults() -> None:
     assert choices.of_text("") == choices.Choices()
     assert choices.of_text("hopper=0, watchdog=1") == choices.Choices(hopper=0, watchdog=1)
 
@@ -16,6 +16,6 @@ def test_what_is_named_is_chosen_and_the_rest_keeps_its_default() -> None:
 @pytest.mark.parametrize(
     "text", ["hoppers=1", "snake=0", "hopper", "hopper=yes", "hopper=-1", "radix=2", "hopper=10"]
 )
-def test_a_choice_that_is_none_is_refused_with_those_that_are(text: str) -> None:
+def test_an_unknown_choice_is_refused_with_a_list_of_the_known_ones(text: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"PENSIEVE_GPU_CHOICES.*{text}.*hopper=0 or 1"):
         choices.of_text(text)

@@ -13,7 +13,7 @@ from pensieve.kernels import cpu_library
 from tests.kernels.conftest import SETS, runs_here
 
 
-def test_the_library_is_there_and_is_used() -> None:
+def test_the_compiled_library_exists_and_is_used() -> None:
     """An installation with a compiler has the library. Without a compiler, the other tests are skipped."""
     assert cpu_library.compiled_library() is not None
     assert cpu_library.instruction_set(torch.bfloat16, 64) in SETS
@@ -21,7 +21,7 @@ def test_the_library_is_there_and_is_used() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says whose a core is")
-def test_pairs_of_bfloat16_are_multiplied_at_once_where_that_is_faster() -> None:
+def test_bfloat16_pair_products_are_used_only_where_they_are_faster() -> None:
     if not runs_here("avx512_bf16") or runs_here("amx"):
         pytest.skip("this machine has no such instruction, or tiles")
     intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
@@ -29,7 +29,7 @@ def test_pairs_of_bfloat16_are_multiplied_at_once_where_that_is_faster() -> None
     assert cpu_library.instruction_set(torch.bfloat16, 64) == expected
 
 
-def test_without_the_library_torch_does_it_after_one_warning() -> None:
+def test_without_the_library_torch_computes_after_one_warning() -> None:
     program = (
         "import warnings, torch\n"
         "from pensieve.kernels import write_kv\n"

@@ -25,7 +25,7 @@ from tests.kernels.cross import (
 
 X86_LINUX = "x86_64-linux-gnu"
 # The kernel tests that take less than a second each.
-SOME = "63-33-5 or 34-129 or company or norms or every_half or largest or far or cut or short"
+SOME = "63-33-5 or 34-129 or on_other_rows or norms or every_half or largest or far or filled or cut or short"
 
 pytestmark = needs_clang
 
@@ -35,7 +35,7 @@ pytestmark = needs_clang
     platform.machine() not in ("x86_64", "AMD64") or not shutil.which("g++"),
     reason="the library is for x86-64, and linked by g++",
 )
-def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> None:
+def test_kernels_compiled_with_clang_pass_their_tests(tmp_path: Path) -> None:
     """Clang compiles all files. For files that use the C++ library, g++ makes the objects for the link."""
     others = [SOURCES / f"{name}.cpp" for name in ANYWHERE if name != "plain"]
     for each in others:
@@ -64,7 +64,7 @@ def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_is_made_for_arm_passes_the_kernels_tests_in_an_emulated_processor(
+def test_kernels_compiled_for_arm_pass_their_tests_in_an_emulator(
     tmp_path: Path, some: str, some_of_bf16: str
 ) -> None:
     """Only small tests run, because instructions that the emulator lacks are executed in Python."""

@@ -14,7 +14,7 @@ from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.cuda_launch import Argument, Launch
 
 
-def test_an_argument_keeps_its_type_and_value_however_often_it_comes(
+def test_a_repeated_argument_keeps_its_type_and_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")

@@ -24,7 +24,9 @@ def scales_of(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [8, 64, 80, 128])
-def test_what_comes_back_is_off_by_half_a_step_at_most(dtype: torch.dtype, head_size: int) -> None:
+def test_dequantised_rows_are_off_by_half_a_step_at_most(
+    dtype: torch.dtype, head_size: int
+) -> None:
     draw = torch.Generator().manual_seed(0)
     sizes = torch.randn((50, 3, 1), generator=draw).mul(2).exp()
     rows = (torch.randn((50, 3, head_size), generator=draw) * sizes).to(dtype)
@@ -62,7 +64,7 @@ def test_a_row_below_the_smallest_scale_is_zeros() -> None:
 
 @pytest.mark.parametrize("poison", [NAN, INFINITY, -INFINITY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_row_that_is_not_finite_stays_no_number(poison: float, dtype: torch.dtype) -> None:
+def test_a_non_finite_row_becomes_nan(poison: float, dtype: torch.dtype) -> None:
     rows = torch.ones(3, 8, dtype=dtype)
     rows[1, 5] = poison
     back = dequantised(quantised(rows))
@@ -78,7 +80,7 @@ def test_largest_and_smallest_numbers_of_float32() -> None:
     assert torch.allclose(dequantised(stored), rows, rtol=0.01, atol=most / 254)
 
 
-def test_names_sizes_and_types() -> None:
+def test_kv_formats_have_names_sizes_and_types() -> None:
     auto = kv_format("auto", torch.bfloat16)
     assert (auto.row(64), auto.row_bytes(64), auto.in_words) == (64, 128, "bfloat16")
     int8 = kv_format("int8", torch.bfloat16)
@@ -89,7 +91,7 @@ def test_names_sizes_and_types() -> None:
         kv_format("int4", torch.float32)
 
 
-def test_a_page_is_copied_as_bytes_and_partly_filled_ones_in_part() -> None:
+def test_pages_are_copied_as_bytes_up_to_their_filled_slots() -> None:
     source = torch.randint(-128, 128, (3, 2, 2, 4, 12), dtype=torch.int8)
     target = torch.zeros_like(source)
     moves = (torch.tensor([2, 0]), torch.tensor([1, 2]), torch.tensor([4, 3]))

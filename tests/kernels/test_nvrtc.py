@@ -76,7 +76,7 @@ def examine(
     usage = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", dump(path, "-res-usage")
     )
-    assert usage, "no function in it"
+    assert usage, "the kernel file has no function"
     for name, registers, stack, local in usage:
         assert int(registers) <= REGISTERS_MAX.get(source, 64), (name, registers)
         assert (int(stack), int(local)) == (0, 0), f"{name} spills"
@@ -103,7 +103,7 @@ def test_each_kernel_compiles_without_spills_to_the_instructions_it_needs(
     ("source", "architecture"),
     [(source, each) for source in nvrtc.READING_KV for each in ("sm_80", "sm_90a")],
 )
-def test_those_for_bytes_spill_nothing_either(source: str, architecture: str) -> None:
+def test_fp8_kernels_compile_without_spills(source: str, architecture: str) -> None:
     examine(source, architecture, "Bf16", 128, fp8=True)
 
 
@@ -111,7 +111,7 @@ def test_those_for_bytes_spill_nothing_either(source: str, architecture: str) ->
 @pytest.mark.parametrize("source", nvrtc.READING_KV)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("element", "head_size"), SHAPES)
-def test_nor_do_those_for_bytes_of_every_element_and_head_size(
+def test_fp8_kernels_of_every_element_and_head_size_compile_without_spills(
     source: str, architecture: str, element: str, head_size: int
 ) -> None:
     examine(source, architecture, element, head_size, fp8=True)
@@ -120,7 +120,7 @@ def test_nor_do_those_for_bytes_of_every_element_and_head_size(
 @pytest.mark.full
 @pytest.mark.parametrize(("source", "architecture"), COMPILED)
 @pytest.mark.parametrize(("element", "head_size"), SHAPES)
-def test_so_does_every_element_and_head_size(
+def test_kernels_of_every_element_and_head_size_compile_without_spills(
     source: str, architecture: str, element: str, head_size: int
 ) -> None:
     if source == HOPPER and head_size not in (64, 128):
@@ -157,7 +157,7 @@ def test_under_the_watchdog_a_wait_that_never_ends_traps() -> None:
     )
 
 
-def test_what_a_run_on_a_gpu_needs_can_be_compiled_beforehand() -> None:
+def test_all_variants_for_one_architecture_can_be_compiled_beforehand() -> None:
     """Compile for one architecture, with every definition that a choice may add."""
     found = list(nvrtc.variants(("sm_90a",), chosen=True))
     assert len(set(found)) == len(found)
@@ -191,7 +191,7 @@ def test_pages_are_copied_sixteen_bytes_at_a_time() -> None:
 # -- the cache folder --
 
 
-def test_what_was_compiled_is_kept_and_found_again(own_cache: Path) -> None:
+def test_compiled_kernels_are_cached(own_cache: Path) -> None:
     first = nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
     written = first.stat().st_mtime_ns
     assert first.parent == own_cache
@@ -206,7 +206,7 @@ def test_what_was_compiled_is_kept_and_found_again(own_cache: Path) -> None:
     assert len(others | {first}) == 4
 
 
-def test_a_damaged_file_is_compiled_again(own_cache: Path) -> None:
+def test_a_damaged_cache_file_is_compiled_again(own_cache: Path) -> None:
     path = nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
     code = path.read_bytes()
     path.write_bytes(code[:-1] + bytes([code[-1] ^ 1]))
@@ -215,14 +215,18 @@ def test_a_damaged_file_is_compiled_again(own_cache: Path) -> None:
     assert [each.suffix for each in own_cache.iterdir()].count(".cubin") == 1
 
 
-def test_a_changed_header_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_header_or_compiler_changes_the_cache_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = nvrtc.key_of(kernel_of("write_kv.cu"), "sm_80", "13.0")
     assert before != nvrtc.key_of(kernel_of("write_kv.cu"), "sm_80", "13.5")
     monkeypatch.setattr(nvrtc, "_headers", lambda: b"others")
     assert before != nvrtc.key_of(kernel_of("write_kv.cu"), "sm_80", "13.0")
 
 
-def test_what_is_shipped_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_kernels_are_used_before_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = kernel_of("write_kv.cu")
     folder = tmp_path / "shipped"
     folder.mkdir()
@@ -232,14 +236,14 @@ def test_what_is_shipped_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert nvrtc.cubin(kernel, "sm_80") == path
 
 
-def test_a_folder_that_others_may_write_to_is_refused(own_cache: Path) -> None:
+def test_a_cache_folder_that_others_may_write_to_is_refused(own_cache: Path) -> None:
     own_cache.mkdir(parents=True)
     own_cache.chmod(0o777)
     with pytest.raises(DeviceError, match="yours alone"):
         nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
 
 
-def test_a_folder_that_cannot_be_made_is_named(
+def test_the_error_names_a_cache_folder_that_cannot_be_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -248,13 +252,13 @@ def test_a_folder_that_cannot_be_made_is_named(
         nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
 
 
-def test_what_does_not_compile_says_where(own_cache: Path) -> None:
+def test_a_compile_error_names_the_source_and_the_problem(own_cache: Path) -> None:
     with pytest.raises(DeviceError, match=r"write_kv.cu does not compile for sm_80 .*Nothing"):
         nvrtc.cubin(Kernel("write_kv.cu", "", ("ELEMENT=Nothing",)), "sm_80")
     assert not list(own_cache.glob("*.cubin"))
 
 
-def test_without_cupy_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_cupy_the_error_names_the_package_to_install(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text("raise ImportError('not here')")
     program = (
         "from pensieve.kernels import nvrtc\n"
@@ -272,7 +276,7 @@ def test_without_cupy_it_says_what_to_install(tmp_path: Path) -> None:
     assert "CuPy. Install the extra cuda13, or cuda12 if torch" in told
 
 
-def test_two_that_need_the_same_code_compile_it_once(
+def test_threads_that_need_the_same_kernel_compile_it_once(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = []

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_many_callers_at_once_get_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_callers_get_correct_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """One caller gets the helpers, the others work alone. Each call returns when its own rows are done."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     wrong: list[int] = []
@@ -61,7 +61,7 @@ helpers = sorted({int(each) for each in os.listdir('/proc/self/task')} - before)
 """
 
 
-def test_a_forked_child_has_helpers_of_its_own() -> None:
+def test_a_forked_child_starts_its_own_helpers() -> None:
     program = WORK + (
         "import time\n"
         "child = os.fork()\n"
@@ -75,7 +75,7 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are stopped with ptrace")
-def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
+def test_a_call_does_not_wait_for_a_stopped_helper() -> None:
     """All helpers are stopped many times, as the operating system may do with any thread.
 
     The stops come while helpers wait for the next operation, fall asleep, or sleep.
@@ -101,7 +101,7 @@ def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
         def work() -> None:
             print("go", file=stdin, flush=True)
             ready, _, _ = select.select([stdout], [], [], HANGS_AFTER_SECONDS)
-            assert ready, "it waits for a helper that is stopped"
+            assert ready, "the call waits for a stopped helper"
             assert stdout.readline() == "done\n"
 
         stopped: list[int] = []

@@ -100,7 +100,7 @@ FAILING = {
 
 
 @dataclass
-class Said:
+class ClientReply:
     """What a client sees of a turn."""
 
     tokens: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Crowd:
         ports = Ports(self.clock, self.mailbox, self)
         self.engine = Engine(configs, policy, self.executor, ports, [self])
         self.scheduler = self.engine.scheduler
-        self.turns: dict[int, Said] = {}
+        self.turns: dict[int, ClientReply] = {}
         self.cancels: dict[int, int] = {}  # turn -> number of tokens after which it is cancelled
         self.most_launched = 0
         self._num_planned = self._num_committed = 0
@@ -156,10 +156,10 @@ class Crowd:
 
     # -- clients --
 
-    def run(self, samplings: dict[str, Sampling], num_turns: int) -> dict[str, list[Said]]:
+    def run(self, samplings: dict[str, Sampling], num_turns: int) -> dict[str, list[ClientReply]]:
         """Run all conversations at once; each sends its turns one after another."""
         logs: dict[str, list[int]] = {name: [] for name in samplings}
-        history: dict[str, list[Said]] = {name: [] for name in samplings}
+        history: dict[str, list[ClientReply]] = {name: [] for name in samplings}
         speaking: dict[int, tuple[str, list[int]]] = {}
         while True:
             for name, sampling in samplings.items():
@@ -194,7 +194,7 @@ class Crowd:
             self.cancels[attempt_id] = chance.randint(1, 5)
         tokens = array("I", log + prompt)
         asked = replace(sampling, seed=seed, max_tokens=max_tokens)
-        self.turns[attempt_id] = Said()
+        self.turns[attempt_id] = ClientReply()
         speaking[attempt_id] = (name, list(tokens))
         pattern = PATTERNS.get(name)
         constraint = Constraint(ConstraintKind.REGEX, pattern) if pattern else None
@@ -205,7 +205,7 @@ class Crowd:
         self,
         event: EngineEvent,
         logs: dict[str, list[int]],
-        history: dict[str, list[Said]],
+        history: dict[str, list[ClientReply]],
         speaking: dict[int, tuple[str, list[int]]],
     ) -> None:
         if isinstance(event, TurnAdmitted):
@@ -242,7 +242,7 @@ def poisoned(folder: Path) -> LoadedModel:
     [(8, 18, 50), (32, 7, 16)],
     ids=["reference pages", "compiled pages"],
 )
-def test_every_turn_says_the_same_at_both_depths(
+def test_every_reply_is_the_same_at_both_depths(
     folder_of: FolderOf, chunk_tokens: int, device_pages: int, host_pages: int
 ) -> None:
     model = poisoned(folder_of("llama-gqa"))
@@ -251,7 +251,7 @@ def test_every_turn_says_the_same_at_both_depths(
     finishes: Counter[FinishReason | None] = Counter()
     held: Counter[str] = Counter()
     for seed in range(3):
-        heard: dict[int, dict[str, list[Said]]] = {}
+        heard: dict[int, dict[str, list[ClientReply]]] = {}
         for depth in (1, 2):
             cache = CacheConfig(device_pages, host_pages, chunk_tokens)
             crowd = Crowd(model, depth, cache, seed)
@@ -301,9 +301,7 @@ def approximately(deltas: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
 # -- the executor, driven by explicit calls ----------------------------------------------------------
 
 
-def test_what_is_said_ahead_is_what_plain_transformers_says(
-    loaded: Loaded, folder_of: FolderOf
-) -> None:
+def test_replies_at_depth_2_match_plain_transformers(loaded: Loaded, folder_of: FolderOf) -> None:
     """At first, one turn is alone in the batch. Later, holes are recomputed, in one slice and in two.
 
     The slices include a token that only the device knows.
@@ -333,7 +331,7 @@ def test_what_is_said_ahead_is_what_plain_transformers_says(
     assert largest_gap(plain, second) <= GAP_MAX
 
 
-def test_no_more_is_launched_than_the_depth_says(loaded: Loaded) -> None:
+def test_a_launch_beyond_the_depth_is_refused(loaded: Loaded) -> None:
     for depth in (None, 1, 2):
         world = World(loaded("llama-gqa"), depth=depth)
         turn = world.turn(6)
@@ -344,7 +342,7 @@ def test_no_more_is_launched_than_the_depth_says(loaded: Loaded) -> None:
         world.executor.close()
 
 
-def test_a_failed_row_does_no_harm_to_what_was_launched_after_it(
+def test_a_failed_row_does_not_affect_later_launches(
     folder_of: FolderOf,
 ) -> None:
     world = World(poisoned(folder_of("llama-gqa")), depth=2)
@@ -361,7 +359,7 @@ def test_a_failed_row_does_no_harm_to_what_was_launched_after_it(
     assert largest_gap(plain_model(folder_of("llama-gqa")), well) <= GAP_MAX
 
 
-def test_of_a_turn_that_ended_meanwhile_only_the_id_is_reported(loaded: Loaded) -> None:
+def test_only_the_token_id_is_reported_for_a_turn_that_has_ended(loaded: Loaded) -> None:
     """The turn's detokeniser and stop strings stay as they were when the turn ended."""
     world = World(loaded("llama-gqa"), depth=2, eos_token_ids=frozenset(range(128)))
     turn = world.turn(4, sampling=Sampling(logprobs=1))
@@ -401,7 +399,7 @@ def test_copies_are_reported_once_whichever_iteration_is_collected_first(loaded:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_launching_never_asks_what_the_device_has_computed(
+def test_launching_never_reads_values_from_the_device(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """On a GPU, each such question would wait for all earlier launches. Here the CPU stands in for it."""

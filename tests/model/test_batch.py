@@ -21,7 +21,7 @@ def turn_of(attempt_id: int, tokens: list[int], pages: list[int]) -> Turn:
     return turn
 
 
-def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
+def test_a_batch_of_two_turns_one_of_which_has_a_hole() -> None:
     first = turn_of(1, [10, 11, 12, 13, 14, 15, 16, 17, 18], [7, 3, 5])
     second = turn_of(2, [20, 21], [4])
     batch = Batch.from_slices(
@@ -48,7 +48,7 @@ def test_pages_beyond_what_the_slices_reach_are_left_out() -> None:
     assert batch.logit_rows.tolist() == []
 
 
-def test_a_token_that_only_the_device_knows_is_put_in_its_place() -> None:
+def test_a_token_that_only_the_device_knows_is_inserted() -> None:
     first, second = turn_of(1, [10, 11, 12], [7]), turn_of(2, [20], [4, 5])
     failed = turn_of(3, [30, 31], [6])
     sampled = SampledIds(torch.tensor([77, -1, 88]), {2: 0, 3: 1, 1: 2})
@@ -66,7 +66,7 @@ def test_a_token_that_only_the_device_knows_is_put_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("sampled", [None, SampledIds(torch.tensor([77]), {1: 0})])
-def test_a_slice_beyond_what_is_known_or_sampled_is_a_mistake(sampled: SampledIds | None) -> None:
+def test_a_slice_beyond_known_and_sampled_tokens_is_an_error(sampled: SampledIds | None) -> None:
     turn = turn_of(1, [10, 11], [7, 8])
     with pytest.raises(AssertionError, match=r"lacks token ids|no iteration samples"):
         Batch.from_slices([slice_of(turn, 0, 4 if sampled else 3, True)], 4, sampled=sampled)
@@ -108,7 +108,7 @@ def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("changed", [1, 5, 11])
-def test_what_was_shared_is_searched_again_when_one_later_page_is_another(changed: int) -> None:
+def test_shared_pages_are_searched_again_if_a_later_page_changes(changed: int) -> None:
     """A context keeps its first page, but a later chunk was recomputed into another page."""
     search, front = SharedSearch(), list(range(1000, 1012))
 
@@ -125,7 +125,7 @@ def test_what_was_shared_is_searched_again_when_one_later_page_is_another(change
     assert search(after, 4) == shared_pages(after, 4) != found
 
 
-def test_what_was_shared_is_shared_until_a_page_or_a_turn_is_another() -> None:
+def test_shared_pages_are_reused_until_a_page_or_turn_changes() -> None:
     """Each result equals a fresh search, whatever changes between iterations."""
     choose, search = random.Random(3), SharedSearch()
     fronts = [choose.sample(range(1000, 2000), 12) for _ in range(3)]

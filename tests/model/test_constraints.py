@@ -90,7 +90,7 @@ def _threads_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.close()
 
 
-def test_a_reply_may_end_where_its_constraint_is_met_and_nowhere_else() -> None:
+def test_a_reply_may_end_only_where_its_constraint_is_met() -> None:
     reply = Reply("ab?c", sampling=Sampling(stop_token_ids=(STOP,)))
     assert reply.may_be() == saying("a") - {STOP}
     reply.say(*letter("a"))
@@ -102,7 +102,7 @@ def test_a_reply_may_end_where_its_constraint_is_met_and_nowhere_else() -> None:
     assert mask.must_end
 
 
-def test_a_reply_may_end_or_go_on() -> None:
+def test_a_reply_may_end_or_continue_if_its_constraint_allows_both() -> None:
     reply = Reply("ab*")
     reply.say(*letter("ab"))
     mask = reply.mask()
@@ -111,7 +111,7 @@ def test_a_reply_may_end_or_go_on() -> None:
     assert not mask.must_end
 
 
-def test_many_tokens_at_once_are_followed_like_one_by_one() -> None:
+def test_many_tokens_at_once_advance_a_constraint_like_single_tokens() -> None:
     """The log has grown by a whole reply, as after a turn that was begun again."""
     slow, quick = Reply("(ab|cd){9}"), Reply("(ab|cd){9}")
     for token_id in letter("abcdab"):
@@ -122,7 +122,7 @@ def test_many_tokens_at_once_are_followed_like_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("opened_by", ["prompt", "reply"])
-def test_thinking_is_free_and_does_not_end_the_reply(opened_by: str) -> None:
+def test_thinking_is_unconstrained_and_does_not_end_the_reply(opened_by: str) -> None:
     prompt = [*letter("hi"), *([THINK] if opened_by == "prompt" else [])]
     reply = Reply("yes", prompt, thinks=True)
     if opened_by == "reply":
@@ -148,7 +148,7 @@ def test_thinking_is_free_and_does_not_end_the_reply(opened_by: str) -> None:
         ),  # an earlier reply has ended its thinking
     ],
 )
-def test_a_reply_may_begin_to_think_unless_its_prompt_has_ended_that(
+def test_a_reply_may_start_thinking_unless_its_prompt_ended_the_thinking(
     prompt: list[int], may_open: bool
 ) -> None:
     reply = Reply("yes", prompt, thinks=True)
@@ -157,11 +157,11 @@ def test_a_reply_may_begin_to_think_unless_its_prompt_has_ended_that(
     assert reply.may_be() == saying("e")
 
 
-def test_where_nobody_thinks_the_mark_is_no_text() -> None:
+def test_without_thinking_the_thinking_token_is_masked() -> None:
     assert Reply("yes").may_be() == saying("y")
 
 
-def test_a_token_ahead_is_followed_once_it_is_known() -> None:
+def test_a_token_ahead_advances_the_constraint_once_it_is_known() -> None:
     reply = Reply("abc")
     reply.may_be()
     position = len(reply.log.tokens) + 1
@@ -177,7 +177,7 @@ def test_a_token_ahead_is_followed_once_it_is_known() -> None:
             position += 1
 
 
-def test_what_no_token_can_say_fails_its_turn_and_stays_failed() -> None:
+def test_a_constraint_that_no_token_can_meet_fails_its_turn() -> None:
     reply = Reply("aB")
     reply.may_be()
     reply.say(*letter("a"))
@@ -234,7 +234,7 @@ def test_a_masked_row_is_drawn_as_if_there_were_no_other_tokens(name: str) -> No
             assert drawn.token_id == alone.token_id
 
 
-def test_rows_beside_masked_ones_are_bit_for_bit_what_they_are_alone() -> None:
+def test_masked_rows_change_no_bit_of_other_rows() -> None:
     size = 301
     sampler = Sampler(size, frozenset({4}))
     logits = make_logits(2 * len(OPTIONS), size)
@@ -255,7 +255,7 @@ def test_rows_beside_masked_ones_are_bit_for_bit_what_they_are_alone() -> None:
             assert other == one
 
 
-def test_min_tokens_gives_way_where_only_the_end_is_left() -> None:
+def test_min_tokens_is_ignored_if_the_constraint_allows_only_the_end() -> None:
     size = 40
     turn = make_turn(Sampling(min_tokens=9))
     row = Row(turn, len(turn.tokens), a_mask({4}, size, must_end=True))
@@ -268,7 +268,7 @@ def test_min_tokens_gives_way_where_only_the_end_is_left() -> None:
     assert drawn.token_id == 9
 
 
-def test_logits_that_are_no_numbers_fail_a_masked_row_too() -> None:
+def test_nan_logits_fail_a_masked_row_too() -> None:
     size = 40
     logits = make_logits(1, size)
     logits[0, 3] = float("nan")

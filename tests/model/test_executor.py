@@ -31,7 +31,7 @@ def world(loaded: Loaded) -> Iterator[World]:
     world.executor.close()
 
 
-def test_only_slices_that_need_a_token_yield_one(world: World) -> None:
+def test_only_slices_that_need_a_token_are_sampled(world: World) -> None:
     turn, warm = world.turn(6), world.turn(5, warm=True)
     outcome = world.step((turn, 0, 4, False), (warm, 0, 5, False))
     assert outcome.samples == ()
@@ -63,7 +63,7 @@ def test_logits_are_computed_for_the_needed_rows_only(
     assert rows == [1, 0]
 
 
-def test_the_last_token_that_a_turn_may_have_releases_what_was_withheld(world: World) -> None:
+def test_the_last_token_of_a_turn_releases_its_withheld_text(world: World) -> None:
     alone = world.turn(0, tokens=[5, 6, 7])
     text = world.step((alone, 0, 3, True)).samples[0].text
     sampling = Sampling(ignore_eos=True, stop=(f"{text}…",))
@@ -132,7 +132,7 @@ def test_page_copies_without_slices_happen_at_once(world: World) -> None:
     assert bool(arena[:, target, :, :, 3:].isnan().all())
 
 
-def test_a_slice_attends_to_what_another_slice_of_the_iteration_computes(
+def test_a_slice_attends_to_tokens_of_another_slice_in_its_iteration(
     world: World, folder_of: FolderOf
 ) -> None:
     """Two turns share a chunk. One of the turns computes it in this iteration."""
@@ -155,7 +155,7 @@ def test_close_ends_the_copier(world: World) -> None:
     workers = [each for each in threading.enumerate() if each.name == "pensieve-copier"]
     world.executor.close()
     ended = [worker for worker in workers if not worker.is_alive()]
-    assert len(ended) == 1, "others may be of executors that nobody has closed"
+    assert len(ended) == 1, "other copier threads may belong to executors that were not closed"
 
 
 class MeetingMemory(KVMemory):

@@ -25,7 +25,7 @@ Loaded = Callable[[str], LoadedModel]
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
+def test_no_page_movement_changes_a_token(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
     world = World(loaded(family))
     device, host = world.memory.device_arena, world.memory.host_arena
     first, second, third = world.turn(13), world.turn(6), world.turn(1)
@@ -87,7 +87,7 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
     [("llama-gqa", CHUNK_TOKENS, seed) for seed in range(6)]
     + [(family, 32, seed) for seed, family in enumerate(SERVED)],
 )
-def test_random_iterations_keep_every_token(
+def test_random_iterations_sample_the_same_tokens_as_transformers(
     family: str, chunk_tokens: int, seed: int, folder_of: FolderOf, loaded: Loaded
 ) -> None:
     """Several turns at once, with random cuts, swaps to random pages, and holes in random chunks.
@@ -105,7 +105,7 @@ def test_random_iterations_keep_every_token(
 
 
 @pytest.mark.parametrize("family", FAR_SCALED)
-def test_a_scale_of_far_positions_is_the_models_own(family: str, tmp_path: Path) -> None:
+def test_attention_scales_of_far_positions_match_the_model(family: str, tmp_path: Path) -> None:
     """The scale starts after the probe's prompts, and a row's index in the batch is not its position."""
     folder = save_tiny(FAR_SCALED[family](), tmp_path)
     world = World(load(folder))
@@ -126,7 +126,7 @@ def test_a_scale_of_far_positions_is_the_models_own(family: str, tmp_path: Path)
     [("llama-gqa", CHUNK_TOKENS)]
     + [(family, 32) for family in ("llama-gqa", "qwen3-moe", "mixtral", "opt", "gpt2", "gpt-neox")],
 )
-def test_sixteen_bits_stay_within_their_rounding(
+def test_sixteen_bit_models_stay_within_their_rounding(
     family: str, folder_of: FolderOf, chunk_tokens: int, dtype: torch.dtype, rounding: float
 ) -> None:
     model = load(folder_of(family), dtype=dtype)

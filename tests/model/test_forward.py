@@ -89,7 +89,7 @@ def test_a_single_token_that_does_not_fit_ends_the_engine(
     world.executor.close()
 
 
-def test_what_an_allocator_says_is_understood() -> None:
+def test_out_of_memory_errors_of_allocators_are_recognised() -> None:
     """The first error comes from this machine's allocator, which is asked for too much memory."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 60, dtype=torch.uint8).fill_(0)
@@ -98,7 +98,7 @@ def test_what_an_allocator_says_is_understood() -> None:
     assert not is_out_of_memory(RuntimeError("shapes differ"))
 
 
-def test_halves_keep_the_order_and_who_needs_a_token() -> None:
+def test_halves_keep_the_order_and_the_slices_that_need_a_token() -> None:
     table = array("i", [0, 1, 2])
     slices = [
         Slice(1, 3, 4, array("I", [3]), table, True),
@@ -136,11 +136,13 @@ def graphed(model: LoadedModel, captured: Any, turns_max: int = 8) -> Any:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, depth: int) -> None:
+def test_graphs_sample_the_same_tokens_as_the_model(
+    loaded: Loaded, folder_of: FolderOf, depth: int
+) -> None:
     """Turns come and go, so graphs of all sizes run between mixed iterations. Pages move meanwhile."""
     model, captured = loaded("llama-gqa"), Captured()
     world = World(model, device_pages=200, depth=depth, graphs=graphed(model, captured))
-    assert captured.captured == 4, "of 1, 2, 4 and 8 rows"
+    assert captured.captured == 4, "one graph each for 1, 2, 4 and 8 rows"
     draw = random.Random(depth)
     running: list[Any] = []
     replayed = set()
@@ -167,7 +169,7 @@ def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, dep
     assert max(largest_gap(plain, turn) for turn in world.turns) <= GAP_MAX
 
 
-def test_graphs_run_only_where_nothing_else_happens(
+def test_graphs_run_only_for_decodes_without_copies_or_swap_ins(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, captured = loaded("llama-gqa"), Captured()
@@ -209,7 +211,7 @@ def test_graphs_run_only_where_nothing_else_happens(
     world.executor.close()
 
 
-def test_what_cannot_be_captured_runs_as_before(loaded: Loaded) -> None:
+def test_a_batch_that_cannot_be_captured_runs_without_a_graph(loaded: Loaded) -> None:
     class Refusing(Captured):
         def warm(self, compute: Callable[[], None]) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -225,7 +227,9 @@ def test_what_cannot_be_captured_runs_as_before(loaded: Loaded) -> None:
     assert "not permitted" in graphs.failure
 
 
-def test_what_a_graph_reads_stays(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_a_graph_reads_are_kept_alive(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A captured kernel stores only addresses. It does not keep the tensors alive."""
     model = loaded("llama-gqa")
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -313,13 +317,13 @@ def test_a_graph_reads_the_plan_of_its_batch(
             work = seen[-1]
             for found, records in ((work.items, plan.items), (work.merges, plan.merges)):
                 assert found[: len(records)].tolist() == [list(record) for record in records]
-                assert not found[len(records) :].any(), "what is behind them is nothing to do"
+                assert not found[len(records) :].any(), "the rest of the list must be empty"
             assert tuple(work.pack_rows.tolist())[: len(plan.pack_rows)] == plan.pack_rows
             assert plan.num_part_rows <= len(work.part_sums)
 
 
 @pytest.mark.parametrize("turns_max", [1, 3, 8, 64, 70, 256])
-def test_buckets_waste_little(turns_max: int) -> None:
+def test_graph_sizes_waste_few_rows(turns_max: int) -> None:
     sizes = buckets(turns_max)
     assert sizes[-1] == turns_max
     for rows in range(1, turns_max + 1):

@@ -14,7 +14,7 @@ from pensieve.model.free_memory import MARGIN_BYTES, MARGIN_SHARE, free_for_kv
 GIB = 2**30
 
 
-def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
+def test_kv_gets_the_memory_that_measured_runs_did_not_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights take 20 GiB. Without KV, a decode batch needs 1 GiB more, and the largest batch 3 GiB."""

@@ -24,7 +24,7 @@ FolderOf = Callable[[str], Path]
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.bfloat16, 0, 0, "int8")
 
 needs_library = pytest.mark.skipif(
-    compiled_library() is None, reason="torch's own products depend on who shares the batch"
+    compiled_library() is None, reason="torch's own products depend on other rows in the batch"
 )
 
 
@@ -123,7 +123,7 @@ def test_a_model_that_rounding_changes_too_much_is_refused(
     [(family, torch.float32) for family in SERVED]
     + [("llama-gqa", torch.bfloat16), ("gpt-neox", torch.bfloat16), ("qwen3", torch.float16)],
 )
-def test_under_pressure_every_token_and_every_byte_of_kv_is_that_of_an_engine_without(
+def test_memory_pressure_changes_no_token_and_no_byte_of_kv(
     family: str, dtype: torch.dtype, folder_of: FolderOf
 ) -> None:
     """Random cuts, swaps and holes. Each turn is compared with a run alone, in one piece, without swaps."""

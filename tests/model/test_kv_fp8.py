@@ -25,16 +25,16 @@ def model(folder_of: FolderOf) -> LoadedModel:
     return load(folder_of("llama-gqa"), kv_dtype="fp8")
 
 
-def test_scales_leave_room_above_what_was_seen_and_are_powers_of_two() -> None:
+def test_scales_are_powers_of_two_with_room_above_the_probed_values() -> None:
     largest = torch.tensor([1e-9, 0.7, 1.0, 27.99, 28.0, 28.01, 3e4])
     fitting = largest / torch.exp2(exponents_for(largest).float())
-    assert (fitting * HEADROOM <= 448.0).all(), "so much larger it may be before it is cut off"
-    assert (fitting * HEADROOM > 448.0 / 2.01).all(), "and no smaller than it has to be"
+    assert (fitting * HEADROOM <= 448.0).all(), "values this much larger must not be clamped"
+    assert (fitting * HEADROOM > 448.0 / 2.01).all(), "the scale must not be larger than necessary"
     assert exponents_for(torch.tensor([0.0, NAN, INFINITY])).tolist() == [0, 0, 0]
     assert exponents_for(torch.tensor([1e-38, 3e38])).tolist() == [-60, 60]
 
 
-def test_what_is_too_large_is_cut_off_and_what_is_not_finite_is_no_number() -> None:
+def test_too_large_values_are_clamped_and_non_finite_values_become_nan() -> None:
     rows = torch.tensor([[[1e9, -1e9, 448.0, 0.75], [NAN, INFINITY, -INFINITY, 3.0]]])
     back = from_fp8(to_fp8(rows, torch.ones(2)).transpose(0, 1), torch.ones(2))[:, 0]
     assert back[0].tolist() == [448.0, -448.0, 448.0, 0.75]

@@ -55,18 +55,18 @@ def test_the_shape_is_measured(folder_of: FolderOf) -> None:
     assert re.fullmatch(FORM, lines[-1])
 
 
-def test_the_checkpoint_may_name_several_ends(copied: Path) -> None:
+def test_a_checkpoint_may_name_several_end_tokens(copied: Path) -> None:
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert load(copied).eos_token_ids == {2, 7, 9}
 
 
-def test_an_end_that_is_no_token_is_none(copied: Path) -> None:
+def test_an_end_token_outside_the_vocabulary_is_ignored(copied: Path) -> None:
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 9]}))
     assert load(copied).eos_token_ids == {2, 9}
 
 
 @pytest.mark.parametrize("asked", ["flash_attention_2", "somebody/some-kernel"])
-def test_the_attention_that_a_config_asks_for_is_not_loaded(copied: Path, asked: str) -> None:
+def test_the_attention_implementation_in_a_config_is_ignored(copied: Path, asked: str) -> None:
     path = copied / "config.json"
     config = json.loads(path.read_text()) | {"attn_implementation": asked}
     path.write_text(json.dumps(config | {"_attn_implementation": asked}))
@@ -74,7 +74,7 @@ def test_the_attention_that_a_config_asks_for_is_not_loaded(copied: Path, asked:
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.1, 1.3])
-def test_a_scaling_that_is_off_is_refused_in_low_precision_too(
+def test_a_wrong_attention_scaling_is_refused_in_low_precision_too(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     from pensieve.builtin import MODEL_PATH
@@ -117,7 +117,9 @@ def test_a_model_that_is_exact_only_up_to_a_length_is_served_up_to_that_length(
 @pytest.mark.parametrize(
     ("family", "longest"), [("longrope", 64), ("dynamic-rope", 255), ("gemma2-window", 64)]
 )
-def test_a_lower_context_is_named_where_it_helps(family: str, longest: int, tmp_path: Path) -> None:
+def test_the_error_suggests_a_lower_context_if_that_helps(
+    family: str, longest: int, tmp_path: Path
+) -> None:
     folder = save_tiny(REFUSED[family][0](), tmp_path)
     with pytest.raises(UnsupportedModel, match=f"Serve it with --context-max {longest}"):
         load(folder)
@@ -157,7 +159,7 @@ def test_rotary_scalings_that_do_not_depend_on_length_are_served(tmp_path: Path)
         load(save_tiny(config, tmp_path / str(index)))
 
 
-def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> None:
+def test_modelling_code_with_wrong_logits_is_refused() -> None:
     """A layer that mixes rows of the flat batch uses the interface correctly, but its logits are wrong."""
 
     class Mixing(torch.nn.Module):
@@ -180,7 +182,7 @@ def test_the_error_names_a_weight_that_is_nan(copied: Path) -> None:
         load(copied)
 
 
-def test_a_type_that_is_too_narrow_for_a_model_is_named(copied: Path) -> None:
+def test_the_error_names_a_dtype_that_is_too_narrow_for_the_model(copied: Path) -> None:
     path = copied / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     for name in weights:
@@ -191,7 +193,7 @@ def test_a_type_that_is_too_narrow_for_a_model_is_named(copied: Path) -> None:
         load(copied, dtype=torch.float16)
 
 
-def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_expert_of_the_wrong_shape(tmp_path: Path) -> None:
     """Experts are stacked while they are loaded. The cause of a failure is only in transformers' log."""
     folder = save_tiny(SERVED["mixtral"](), tmp_path)
     path = folder / "model.safetensors"
@@ -209,7 +211,7 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
-def test_a_weight_of_another_shape_is_named(copied: Path) -> None:
+def test_the_error_names_a_weight_of_the_wrong_shape(copied: Path) -> None:
     path = copied / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     name = next(each for each in weights if "layers.1" in each and "q_proj" in each)
@@ -224,49 +226,49 @@ def test_a_weight_of_another_shape_is_named(copied: Path) -> None:
     ("path", "message"),
     [("./nowhere", "cannot load ./nowhere: no such folder"), ("/a/b/c", "no such folder")],
 )
-def test_an_unknown_path_is_one_line(path: str, message: str) -> None:
+def test_an_unknown_path_is_refused_in_one_line(path: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load(path)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_model_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("")
     with pytest.raises(ModelError, match="it is not a folder"):
         load(tmp_path / "weights")
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"the folder has no config\.json"):
         load(tmp_path)
 
 
-def test_a_broken_config(copied: Path) -> None:
+def test_a_broken_config_is_refused(copied: Path) -> None:
     (copied / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot read the config of") as failure:
         load(copied)
     assert "\n" not in str(failure.value)
 
 
-def test_an_unknown_architecture(copied: Path) -> None:
+def test_an_unknown_architecture_is_refused(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     with pytest.raises(ModelError, match="unheard-of"):
         load(copied)
 
 
-def test_an_encoder_decoder(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     transformers.T5Config(vocab_size=128, d_model=32, num_layers=1).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="t5 is an encoder-decoder"):
         load(tmp_path)
 
 
-def test_a_type_without_causal_language_model(tmp_path: Path) -> None:
+def test_a_model_type_without_a_causal_language_model_is_refused(tmp_path: Path) -> None:
     transformers.ViTConfig(hidden_size=32).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="no causal language model of type vit"):
         load(tmp_path)
 
 
-def test_truncated_weights(copied: Path) -> None:
+def test_truncated_weights_are_refused(copied: Path) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ModelError, match="cannot load the weights of") as failure:
@@ -284,7 +286,7 @@ def test_a_missing_weight_is_never_filled_with_random_numbers(copied: Path) -> N
         load(copied)
 
 
-def test_a_weight_of_the_wrong_shape(copied: Path) -> None:
+def test_a_weight_of_the_wrong_shape_is_refused_in_one_line(copied: Path) -> None:
     weights = safetensors.torch.load_file(copied / "model.safetensors")
     weights["model.norm.weight"] = torch.zeros(31)
     safetensors.torch.save_file(weights, copied / "model.safetensors", {"format": "pt"})
@@ -384,12 +386,12 @@ def test_pickled_weights_are_not_read(copied: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_device_that_is_not_there_is_named(folder_of: FolderOf) -> None:
+def test_the_error_names_a_missing_device(folder_of: FolderOf) -> None:
     with pytest.raises(DeviceError, match=r"cannot put .* on cuda"):
         load(folder_of("llama-gqa"), device="cuda")
 
 
-def test_how_far_a_mask_reaches() -> None:
+def test_mask_reach_is_the_number_of_positions_that_a_mask_allows() -> None:
     assert mask_reach(lambda b, h, q, k: k <= q) == FAR
     assert mask_reach(lambda b, h, q, k: (k <= q) & (k > q - 4096)) == 4096
     assert mask_reach(lambda b, h, q, k: (k <= q) & (k // 8192 == q // 8192)) == 8192

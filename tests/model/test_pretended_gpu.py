@@ -137,7 +137,7 @@ class Pretended:
             "pensieve.model.sampling.penalties.upload",
         ):
             monkeypatch.setattr(module, self.upload)
-        monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
+        monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", UnknownReadback)
         monkeypatch.setattr(
             Drawn,
             "read",
@@ -188,7 +188,7 @@ class Unreplayed(Captured):
         return lambda: None
 
 
-class OnItsWay:
+class UnknownReadback:
     """A read-back whose values are unknown."""
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -242,11 +242,11 @@ def flat_on(gpu: Pretended, fused: bool) -> FlatModel:
         products = [head, *(each for layer in dense for each in layer._products)]
         norms = [norm, *(each for layer in dense for each in layer._norms.values())]
         for product in products:
-            product.matrix = there(product.matrix)
+            product.matrix = on_device(product.matrix)
         for norm in norms:
-            norm.weight = there(norm.weight)
+            norm.weight = on_device(norm.weight)
             norm._in_type = {
-                dtype: None if each is None else there(each)
+                dtype: None if each is None else on_device(each)
                 for dtype, each in norm._in_type.items()
             }
     return flat
@@ -279,7 +279,7 @@ def executor_on(
     return TorchExecutor(model, memory, sampler, letter_tokenizer(), graphs=made), memory
 
 
-def there(tensor: torch.Tensor) -> torch.Tensor:
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
 
 
@@ -287,10 +287,10 @@ def move(module: torch.nn.Module) -> None:
     """Move the module to the device in place. `Module.to` swaps tensors, which fake tensors do not allow."""
     for each in module.modules():
         for name, parameter in list(each.named_parameters(recurse=False)):
-            moved = there(parameter)
+            moved = on_device(parameter)
             each._parameters[name] = torch.nn.Parameter(moved, requires_grad=False)
         for name, buffer in list(each.named_buffers(recurse=False)):
-            each._buffers[name] = there(buffer)
+            each._buffers[name] = on_device(buffer)
 
 
 def turn_of(index: int, num_tokens: int, pages: list[int], sampling: Sampling) -> Turn:
@@ -314,7 +314,7 @@ ATTENDING = ("rotate_and_write_kv", "multi_token_attention")
 BETWEEN_PRODUCTS = ("add_and_norm", "gate_and_multiply")
 
 
-def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
+def test_launching_reads_nothing_from_the_device(gpu: Pretended) -> None:
     """Prefill, decode and a token that only the device knows, at depth 2, with every sampling option."""
     executor, _ = executor_on(gpu)
     assert executor.depth == 2
@@ -340,7 +340,7 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs: bool) -> None:
+def test_fused_layers_rotate_rows_while_they_write_pages(gpu: Pretended, graphs: bool) -> None:
     executor, _ = executor_on(gpu, graphs, fused=True)
     first, second = turn_of(0, 40, [3, 1], EVERYTHING), turn_of(1, 20, [5], PLAIN)
     slices = (slice_of(first, 0, 40, True, 32), slice_of(second, 0, 20, False, 32))
@@ -362,7 +362,7 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_kv_in_bytes_takes_the_kernels_for_bytes_and_asks_for_nothing_either(
+def test_kv_in_fp8_uses_fp8_kernels_and_reads_nothing_from_the_device(
     gpu: Pretended, graphs: bool
 ) -> None:
     """Run wide slices (Hopper's own kernel does not support fp8), a decode and a page of the host tier."""
@@ -395,7 +395,7 @@ def test_a_long_context_is_cut_and_merged_in_every_layer(gpu: Pretended) -> None
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_pages_that_turns_share_are_attended_to_once(
+def test_shared_pages_are_attended_to_once(
     gpu: Pretended, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU is small enough to be busy, so the plan packs the shared pages. Nothing is waited for."""
@@ -414,7 +414,7 @@ def test_pages_that_turns_share_are_attended_to_once(
     executor.close()
 
 
-def test_pages_move_on_streams_of_their_own(gpu: Pretended) -> None:
+def test_pages_move_on_separate_streams(gpu: Pretended) -> None:
     executor, _ = executor_on(gpu)
     turn = turn_of(0, 40, [3, 1], PLAIN)
     slices = (slice_of(turn, 32, 40, True, 32),)
@@ -465,7 +465,7 @@ def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
     executor.close()
 
 
-def test_where_the_driver_copies_batches_swapped_pages_need_no_kernel(
+def test_swaps_use_the_batched_copy_of_the_driver_instead_of_a_kernel(
     gpu: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call a layer on the swap-in stream. Copies within the device still use the kernel."""
@@ -508,7 +508,7 @@ def test_decoding_replays_a_graph(gpu: Pretended) -> None:
     executor.close()
 
 
-def test_the_widest_batch_is_what_it_says() -> None:
+def test_the_widest_batch_has_the_given_tokens_and_turns() -> None:
     for num_tokens, turns_max in ((512, 64), (64, 64), (1, 1), (300, 1)):
         slices, num_pages = widest(num_tokens, turns_max, 1000, 32)
         assert sum(piece.stop - piece.start for piece in slices) == num_tokens

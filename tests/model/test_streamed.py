@@ -195,7 +195,7 @@ def test_any_mixture_gives_the_bits_of_resident_turns(
 
 
 @pytest.mark.parametrize("family", ["opt", "qwen3-moe"])
-def test_other_forms_of_layers_give_the_same_bits(loaded: Loaded, family: str) -> None:
+def test_layers_of_other_families_give_the_same_bits(loaded: Loaded, family: str) -> None:
     twins = Twins(loaded(family), 26)
     play(twins, 3, 6)
     twins.check_pages()
@@ -214,7 +214,7 @@ def test_rounded_kv_gives_the_same_bits(
     twins.close()
 
 
-class Near(Twins):
+class ApproximateTwins(Twins):
     """Allow for rounding: torch's attention sums depend on the batch."""
 
     def compare(self, got: tuple[SampledToken, ...], expected: tuple[SampledToken, ...]) -> None:
@@ -225,12 +225,12 @@ class Near(Twins):
 
 
 def test_kv_in_fp8_gives_the_same_tokens(folder_of: FolderOf) -> None:
-    twins = Near(load(folder_of("llama-gqa"), kv_dtype="fp8"), 26)
+    twins = ApproximateTwins(load(folder_of("llama-gqa"), kv_dtype="fp8"), 26)
     play(twins, 2)
     twins.close()
 
 
-def test_what_an_arena_held_before_reaches_nothing(loaded: Loaded) -> None:
+def test_old_contents_of_an_arena_do_not_affect_a_pass(loaded: Loaded) -> None:
     """Infinity, or the rows of other turns, in slots that no group of the pass fills."""
     twins = Twins(loaded("llama-gqa"), 9)
     a, b = twins.turns([33, 64])
@@ -243,7 +243,7 @@ def test_what_an_arena_held_before_reaches_nothing(loaded: Loaded) -> None:
     twins.close()
 
 
-def test_swaps_and_page_copies_of_resident_turns_go_on_beside(loaded: Loaded) -> None:
+def test_resident_turns_are_swapped_and_copied_beside_streamed_turns(loaded: Loaded) -> None:
     twins = Twins(loaded("llama-gqa"), 9)
     world = twins.streamed
     a, b, c = twins.turns([70, 40, 60], num_resident=1)
@@ -265,7 +265,7 @@ def test_swaps_and_page_copies_of_resident_turns_go_on_beside(loaded: Loaded) ->
     twins.close()
 
 
-def test_a_pass_that_does_not_fit_is_computed_by_groups_and_those_in_halves(
+def test_a_pass_that_does_not_fit_is_computed_by_groups_and_in_halves(
     folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(folder_of("llama-gqa"))
@@ -386,7 +386,7 @@ def group_storing(page: int, num_slots: int) -> PageGroup:
     return PageGroup(0, 1, *(array("i", [each]) for each in (page, 0, num_slots)))
 
 
-def test_a_page_that_grows_on_the_host_is_summed_when_it_is_full(
+def test_a_growing_host_page_gets_a_checksum_when_it_is_full(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     arena = torch.zeros(2, 3, 2, 1, 4, 8)
@@ -405,7 +405,7 @@ def test_a_page_that_grows_on_the_host_is_summed_when_it_is_full(
     assert "page 1 of the host tier" in caplog.text
 
 
-def test_the_executor_sums_what_groups_have_stored(loaded: Loaded) -> None:
+def test_the_executor_computes_checksums_of_pages_that_groups_have_stored(loaded: Loaded) -> None:
     world = StreamedWorld(loaded("llama-gqa"), staging_pages=5)
     sums = PageChecksums(world.memory.host_arena)
     world.executor.close()
@@ -426,7 +426,7 @@ def test_the_executor_sums_what_groups_have_stored(loaded: Loaded) -> None:
 # -- one iteration ahead --
 
 
-def test_a_token_that_is_still_being_sampled_goes_into_its_group(loaded: Loaded) -> None:
+def test_a_group_may_use_a_token_that_is_still_being_sampled(loaded: Loaded) -> None:
     said = []
     for depth in (1, 2):
         world = StreamedWorld(loaded("llama-gqa"), staging_pages=5, depth=depth)

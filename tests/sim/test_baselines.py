@@ -24,7 +24,7 @@ def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt(
     assert separate.clock.now() - unified.clock.now() == pytest.approx(0.009)
 
 
-def test_whole_prompts_first_stall_whoever_generates() -> None:
+def test_whole_prompts_first_stall_generating_turns() -> None:
     """A prompt of 2000 tokens is computed in slices of 100, or in one slice of two seconds."""
     arrivals = [Arrival("a", 0.0, 100, 30), Arrival("b", 0.11, 2000, 1)]
     longest = []
@@ -35,7 +35,7 @@ def test_whole_prompts_first_stall_whoever_generates() -> None:
     assert longest[1] == pytest.approx(2.01, rel=0.003)
 
 
-def test_a_turn_computed_again_is_no_decode() -> None:
+def test_a_recomputed_token_counts_as_prompt_and_not_as_decode() -> None:
     """A recomputed hole of one token counts as prompt work."""
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock, phases="separate")
@@ -47,7 +47,7 @@ def test_a_turn_computed_again_is_no_decode() -> None:
     assert clock.now() == pytest.approx(0.02)
 
 
-def test_without_state_every_turn_computes_its_history_again() -> None:
+def test_a_stateless_server_recomputes_the_history_of_every_turn() -> None:
     arrivals = [
         Arrival("a", 0.0, 100, 5),
         Arrival("a", None, 10, 5, 3.0),
@@ -65,7 +65,7 @@ def test_without_state_every_turn_computes_its_history_again() -> None:
     assert second_prompt == pytest.approx(0.115), "history and message in the same batch"
 
 
-def test_the_clock_may_stop_while_the_load_goes_on() -> None:
+def test_a_simulation_can_stop_before_its_load_ends() -> None:
     one = simulator(SLOW, until=0.125)
     counts = one.run([Arrival("a", 0.0, 100, 50), Arrival("b", 7.0, 100, 5)])
     assert (counts.turns, counts.delivered_tokens) == (0, 4)
@@ -80,6 +80,6 @@ def test_the_clock_may_stop_while_the_load_goes_on() -> None:
     )
 
 
-def test_nothing_found_is_no_hit_and_no_history_is_neither() -> None:
+def test_the_hit_rate_is_zero_without_hits_and_none_without_history() -> None:
     assert report.figures("lru", SimulationFigures(recomputed_tokens=10))["hit_rate"] == 0.0
     assert report.figures("lru", SimulationFigures())["hit_rate"] is None

@@ -12,7 +12,7 @@ from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
 
 
-def test_who_knows_the_trace_keeps_what_is_used_next() -> None:
+def test_the_clairvoyant_policy_keeps_the_conversations_used_next() -> None:
     """Three conversations fit. LRU evicts `a`, which returns. The clairvoyant policy evicts `b` instead."""
     arrivals = [Arrival(name, at, 900, 1) for name, at in (("a", 0.0), ("b", 100.0), ("c", 200.0))]
     arrivals += [Arrival("d", 300.0, 900, 1), Arrival("a", 400.0, 1, 1), Arrival("c", 500.0, 1, 1)]
@@ -26,7 +26,7 @@ def test_who_knows_the_trace_keeps_what_is_used_next() -> None:
     assert found["clairvoyant"] == 0 < found["lru"]
 
 
-def test_clairvoyance_counts_forks_as_use_and_forgets_what_was_refused() -> None:
+def test_the_clairvoyant_policy_counts_forks_as_use_and_skips_refused_turns() -> None:
     arrivals = [
         Arrival("a", 0.0, 10, 1),
         Arrival("f", 50.0, 10, 1, 0.0, 11, "a"),

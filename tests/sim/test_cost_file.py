@@ -17,13 +17,13 @@ from pensieve.sim.trace import Arrival
 from tests.sim.recorded import A100, seen_in, simulated
 
 
-def test_costs_survive_their_file(tmp_path: Path) -> None:
+def test_costs_are_unchanged_by_their_file(tmp_path: Path) -> None:
     simulated(tmp_path / "j", [Arrival(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert cost_file.read(cost_file.written(fit)) == fit.cost
 
 
-def test_what_a_profile_measured_survives_its_file() -> None:
+def test_a_measured_profile_is_unchanged_by_its_file() -> None:
     chunks = CostProfile.measured_at({32: 0.0, 64: 0.5, 128: 1.0}, 2.0, 0.25)
     cost = replace(
         A100,
@@ -74,7 +74,7 @@ def test_what_a_profile_measured_survives_its_file() -> None:
         ({"measured_with": "a machine"}, "measured_with must be an object"),
     ],
 )
-def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], problem: str) -> None:
+def test_an_invalid_cost_file_is_refused(change: dict[str, object], problem: str) -> None:
     names = (*cost_file.SECONDS, *cost_file.COUNTS, "link_bytes_per_second")
     given = {
         "version": 1,

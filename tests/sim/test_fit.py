@@ -30,7 +30,7 @@ class Noisy(CostModel):
         )
 
 
-def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
+def test_a_fit_finds_the_costs_of_the_machine(tmp_path: Path) -> None:
     """The first guess is another model on another machine. Times have 3 % noise and 2 % pauses."""
     arrivals = [
         Arrival(
@@ -63,7 +63,7 @@ def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
         assert (errors[kind].p90 or 1.0) < 0.08
 
 
-def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
+def test_a_fit_finds_the_link_speed_if_iterations_wait_for_copies(tmp_path: Path) -> None:
     slow = CostModel(**{**vars(A100), "link_bytes_per_second": 3e9})
     arrivals = [
         Arrival(f"c{turn % 12}", 10.0 * turn, 300, 20) for turn in range(240)
@@ -74,7 +74,7 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
     assert "link_bytes_per_second" in fit.found
 
 
-def test_what_was_not_observed_is_noted_and_keeps_its_proportion(tmp_path: Path) -> None:
+def test_unobserved_costs_are_noted_and_scaled_in_proportion(tmp_path: Path) -> None:
     """One conversation runs at a time, with short prompts. Compute limits no iteration; nothing is copied."""
     arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
     simulated(tmp_path / "j", arrivals, SLOWER)
@@ -99,7 +99,7 @@ def test_what_was_not_observed_is_noted_and_keeps_its_proportion(tmp_path: Path)
     assert fit.cost.link_bytes_per_second == A100.link_bytes_per_second
 
 
-def test_too_little_is_no_fit(tmp_path: Path) -> None:
+def test_a_fit_of_too_few_iterations_is_refused(tmp_path: Path) -> None:
     journal_of(tmp_path)
     with pytest.raises(ValueError, match="at least 40 are needed"):
         fitted(seen_in(tmp_path / "j"), A100, "a test")
@@ -118,7 +118,7 @@ def test_a_long_journal_leaves_a_bounded_sample(
     assert expected_seconds(A100, kept[0]) == pytest.approx(kept[0].seconds)
 
 
-def test_a_guess_from_what_the_journal_names() -> None:
+def test_first_costs_are_derived_from_the_model_in_the_journal() -> None:
     named = {
         "name": "m",
         "parameters": 8_030_000_000,

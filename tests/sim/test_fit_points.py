@@ -74,7 +74,7 @@ def test_too_few_kinds_of_iterations_are_refused() -> None:
         fit_points([seen([(0, 1)]), seen([(5, 6)])], ABOUT)
 
 
-def test_chunks_cost_what_was_measured_and_never_less_behind_a_longer_context() -> None:
+def test_measured_chunk_costs_never_fall_with_a_longer_context() -> None:
     measured = {at: PLANTED.iteration_seconds([(at, at + 32)]) for at in (32, 64, 128, 4096)}
     measured[64], measured[128] = measured[128] + 1e-4, measured[64]  # noise
     found = chunk_profile(measured, PLANTED, 32)
@@ -89,7 +89,7 @@ def test_chunks_cost_what_was_measured_and_never_less_behind_a_longer_context() 
     assert chunk_profile({32: 0.1}, PLANTED, 32) is None
 
 
-def test_no_other_numbers_of_at_least_zero_have_smaller_squares() -> None:
+def test_nonnegative_least_squares_finds_the_optimum() -> None:
     draw = random.Random(4)
     with_zeros = 0
     for _ in range(100):

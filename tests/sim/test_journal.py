@@ -49,7 +49,7 @@ class Hashes:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_daemon_did_is_planned_again(policy: str, tmp_path: Path) -> None:
+def test_a_daemons_journal_replays_to_the_same_iterations(policy: str, tmp_path: Path) -> None:
     """Both tiers are too small. With forks, cuts, cancels and suspensions, every iteration is the same."""
     model, journal, hashes = write_model(tmp_path / "model", QWEN_2_5), tmp_path / "j", Hashes()
     with started(model, tmp_path / "data", journal=str(journal), policy=policy) as runtime:
@@ -82,7 +82,7 @@ def test_what_a_daemon_did_is_planned_again(policy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_simulated_is_planned_again(policy: str, tmp_path: Path) -> None:
+def test_a_simulations_journal_replays_to_the_same_iterations(policy: str, tmp_path: Path) -> None:
     arrivals = drawn(HABITS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
     one = simulated(tmp_path / "j", arrivals, policy=policy, device_tokens=6400, host_tokens=3200)
     assert one.scheduler.counters.recomputed_tokens > 0
@@ -90,7 +90,7 @@ def test_what_was_simulated_is_planned_again(policy: str, tmp_path: Path) -> Non
         assert replay(lines) == one.scheduler.counters.iterations > 1000
 
 
-def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
+def test_restarted_engines_append_to_the_journal(tmp_path: Path) -> None:
     path, arrivals = tmp_path / "j", [Arrival("a", 0.0, 100, 5), Arrival("a", None, 10, 3)]
     counts = [simulated(path, arrivals).scheduler.counters.iterations]
     with path.open("a") as file:
@@ -102,7 +102,7 @@ def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
     assert len(again.cut_off) == 1
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out_and_reported(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_crash_is_skipped_and_reported(tmp_path: Path) -> None:
     lines = journal_of(tmp_path)
     whole = replay(lines)
     for length in range(1, len(lines[-2])):
@@ -112,7 +112,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out_and_reported(tmp_path: Path) ->
         assert again.num_agreed in (whole - 1, whole)
 
 
-def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
+def test_a_cut_off_first_line_does_not_affect_the_next_engine(
     tmp_path: Path,
 ) -> None:
     lines = journal_of(tmp_path)
@@ -150,7 +150,7 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
         (1, f'{{"version":{VERSION},', "", "line 1: not a journal"),
     ],
 )
-def test_a_journal_that_was_changed_is_refused_by_its_line(
+def test_a_changed_journal_is_refused_with_the_line_number(
     line: int, before: str, after: str, problem: str, tmp_path: Path
 ) -> None:
     lines = journal_of(tmp_path)
@@ -163,7 +163,7 @@ def test_a_journal_that_was_changed_is_refused_by_its_line(
     assert isinstance(raised.value, NotAJournal) == ("journal" in problem)
 
 
-def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> None:
+def test_an_iteration_is_timed_from_the_end_of_the_previous_one(tmp_path: Path) -> None:
     """An iteration that is launched early waits for the previous iteration. The wait must not count."""
 
     class Ahead(ModelledExecutor):

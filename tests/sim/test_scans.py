@@ -89,7 +89,7 @@ def test_a_scan_with_two_quick_turns_per_visit_reuses_a_part_too() -> None:
     assert reused(DEFAULT, *sizes, is_twice=True) >= 0.70
 
 
-def test_a_long_scan_of_four_times_what_fits_reuses_a_part_too() -> None:
+def test_a_scan_four_times_as_large_as_the_cache_reuses_a_part_too() -> None:
     assert reused(DEFAULT, 80, 20_000, 0, rounds=24) >= 0.18
 
 

@@ -9,7 +9,7 @@ import pytest
 from pensieve.sim.series import Distribution, Series
 
 
-def test_bins_hold_means_and_double_when_time_runs_out_of_them() -> None:
+def test_bins_hold_means_and_double_their_width_when_full() -> None:
     series = Series(("tokens", "running"), bins=4, width_seconds=1.0)
     for at, tokens in ((0.0, 10), (0.5, 20), (1.0, 60), (3.9, 40)):
         series.add(at, (tokens, 1))
@@ -30,7 +30,7 @@ def test_bins_hold_means_and_double_when_time_runs_out_of_them() -> None:
     assert series.means()["tokens"] == [pytest.approx(230 / 5), None, None, 0]
 
 
-def test_nothing_is_lost_however_long_it_goes_on() -> None:
+def test_a_long_series_loses_no_values() -> None:
     series = Series(("tokens",), bins=64, width_seconds=0.01)
     for moment in range(100_000):
         series.add(moment * 0.1, (1.0,))
@@ -39,7 +39,7 @@ def test_nothing_is_lost_however_long_it_goes_on() -> None:
     assert set(means["tokens"]) == {1.0}
 
 
-def test_quantiles_are_known_to_a_quarter_of_a_percent() -> None:
+def test_quantiles_are_accurate_to_a_quarter_of_a_percent() -> None:
     draw = random.Random(4)
     values = [draw.lognormvariate(-3, 2) for _ in range(20_000)]
     spread = Distribution()
@@ -53,7 +53,7 @@ def test_quantiles_are_known_to_a_quarter_of_a_percent() -> None:
     assert len(spread.classes) < 4000
 
 
-def test_none_and_nothing() -> None:
+def test_quantiles_of_no_values_and_of_zeros() -> None:
     spread = Distribution()
     assert spread.quantile(0.5) is None
     spread.add(0.0, 3)

@@ -104,7 +104,7 @@ def scan_then_chat() -> Iterator[Arrival]:
         yield replace(arrival, at=at)
 
 
-def test_people_who_chat_after_a_scan_do_not_suffer_from_it() -> None:
+def test_a_scan_hardly_raises_the_cost_of_chats_after_it() -> None:
     found = {}
     for policy in ("lru", DEFAULT):
         minutes = Minutes(policy, 20_000, 50)
@@ -130,7 +130,7 @@ def mixed() -> Iterator[Arrival]:
         yield replace(arrival, conversation=kind + arrival.conversation)
 
 
-def test_it_gains_where_some_return_and_others_do_not() -> None:
+def test_the_return_policy_beats_lru_if_only_some_conversations_return() -> None:
     found = {}
     for policy in ("lru", "return"):
         minutes = Minutes(policy, 60_000, 40)

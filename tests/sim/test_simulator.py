@@ -13,7 +13,7 @@ from pensieve.sim.workload import HABITS, drawn
 from tests.sim.world import SLOW, a_prompt, run_trace, simulator
 
 
-def test_a_turn_takes_what_its_iterations_take() -> None:
+def test_a_turn_takes_the_time_of_its_iterations() -> None:
     """Prefill of 100 tokens takes 0.1 s. Then four iterations read the weights for 0.01 s each."""
     one = simulator(SLOW, keep_gaps=True)
     counts = one.run([Arrival("a", 5.0, 100, 5)])
@@ -25,14 +25,14 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
     assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
 
 
-def test_a_message_waits_for_the_iteration_that_runs_when_it_comes() -> None:
+def test_a_message_waits_for_the_running_iteration() -> None:
     """Half of the running iteration's 0.1 s is left, and the 50 tokens take 0.05 s."""
     counts = simulator(SLOW).run([Arrival("a", 0.0, 100, 1), Arrival("b", 0.05, 50, 1)])
     assert counts.first_tokens.total == pytest.approx(0.1 + 0.05 + 0.05)
     assert counts.latencies.total == pytest.approx(0.1 + 0.05 + 0.05)
 
 
-def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
+def test_a_later_turn_waits_for_the_reply_and_reuses_its_history() -> None:
     arrivals = (Arrival("a", 0.0, 100, 5), Arrival("a", 0.01, 10, 2), Arrival("a", None, 7, 2, 3.0))
     one = simulator(SLOW)
     counts = one.run(arrivals)
@@ -44,7 +44,7 @@ def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
     assert one.clock.now() == pytest.approx(ends + 3.0 + 0.01 + 0.01)
 
 
-def test_what_was_evicted_is_computed_again_and_costs_more_the_longer_its_context_is() -> None:
+def test_evicted_chunks_are_recomputed_at_a_cost_that_grows_with_the_context() -> None:
     first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
     counts = run_trace(first, second, Arrival("a", 20.0, 1, 1))
     assert counts.history_tokens == 1601
@@ -52,7 +52,7 @@ def test_what_was_evicted_is_computed_again_and_costs_more_the_longer_its_contex
     assert counts.recompute_cost == pytest.approx(1280 / 32 * (1 + 640 / 32_000), rel=0.01)
 
 
-def test_the_host_tier_brings_it_back_instead() -> None:
+def test_with_a_host_tier_evicted_chunks_are_swapped_in_instead() -> None:
     first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
     counts = run_trace(first, second, Arrival("a", 20.0, 1, 1), host_tokens=6400)
     assert counts.recomputed_tokens == 0
@@ -67,7 +67,7 @@ def test_the_host_tier_brings_it_back_instead() -> None:
         (5000, 5.0 + 1.0 / 10),  # copying takes longer: the last layer computes after its copy
     ],
 )
-def test_a_swap_in_hides_behind_the_compute_but_for_a_layer(tokens: int, ends: float) -> None:
+def test_a_swap_in_overlaps_with_compute_except_for_one_layer(tokens: int, ends: float) -> None:
     """On this machine, 1,000 new tokens take 1 s to compute, and 1,000 history tokens 1 s to copy."""
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock)
@@ -80,7 +80,7 @@ def test_a_swap_in_hides_behind_the_compute_but_for_a_layer(tokens: int, ends: f
     assert [token.attempt_id for token in outcome.samples] == [1]
 
 
-def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
+def test_copies_in_one_direction_queue_and_do_not_delay_the_other() -> None:
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock)
     executor.launch(Iteration(1, (), (), (), (SwapOut(1, 0, 0, 1000),)))
@@ -95,7 +95,7 @@ def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
     assert clock.now() == pytest.approx(7.0 + 0.1 + 0.05 / 10)
 
 
-def test_forks_and_cuts_keep_what_they_share() -> None:
+def test_forks_and_cuts_keep_their_shared_history() -> None:
     counts = run_trace(
         Arrival("a", 0.0, 320, 8),
         Arrival("b", 1.0, 10, 1, 0.0, 328, "a"),
@@ -105,12 +105,12 @@ def test_forks_and_cuts_keep_what_they_share() -> None:
     assert counts.history_tokens == 328 + 200
 
 
-def test_a_turn_that_is_too_large_is_refused_and_the_next_goes_on() -> None:
+def test_a_turn_that_is_too_large_is_refused_and_the_next_one_runs() -> None:
     counts = run_trace(Arrival("a", 0.0, 5000, 1), Arrival("a", 1.0, 10, 1))
     assert (counts.refused, counts.turns) == (1, 1)
 
 
-def test_what_comes_before_is_simulated_and_not_counted() -> None:
+def test_turns_before_count_from_are_simulated_but_not_counted() -> None:
     arrivals = [Arrival("a", 0.0, 100, 5), Arrival("b", 50.0, 100, 5), Arrival("a", 60.0, 10, 5)]
     counts = run_trace(*arrivals, count_from=30.0)
     assert (counts.turns, counts.history_tokens, counts.input_tokens) == (2, 105, 110)
@@ -118,7 +118,9 @@ def test_what_comes_before_is_simulated_and_not_counted() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("host_tokens", [0, 20_000])
-def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> None:
+def test_every_turn_of_many_conversations_ends_under_memory_pressure(
+    policy: str, host_tokens: int
+) -> None:
     """Every turn ends, every history is found or recomputed, and the cache's invariants hold."""
     arrivals = list(drawn(HABITS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
     one = simulator(
@@ -145,7 +147,7 @@ def test_the_same_trace_gives_the_same_figures() -> None:
     assert one.run(arrivals) == other.run(arrivals)
 
 
-def test_published_shapes() -> None:
+def test_kv_bytes_per_token_match_the_published_models() -> None:
     assert MODELS["llama3-8b"].kv_bytes_per_token == 131_072
     assert MODELS["opt-13b"].kv_bytes_per_token == 819_200
     assert MODELS["llama2-70b"].kv_bytes_per_token == 327_680

@@ -31,24 +31,24 @@ def end_of(layers: int, layer_seconds: float, *groups: GroupSeconds) -> float:
     return staged(0.0, layers, layer_seconds, groups, Links(), NOTHING)[0]
 
 
-def test_one_group_is_loaded_into_both_arenas_by_turns() -> None:
+def test_one_group_alternates_between_both_arenas() -> None:
     """Loads at 0-3 and 3-6, independent of the device; attention at 3-4 and 6-7; stores after each."""
     ends, links = staged(0.0, 2, 1.0, [GroupSeconds(3.0, 1.0, 0.5)], Links(), NOTHING)
     assert ends == 7.0
     assert links == Links(6.0, (4.5, 7.5))
 
 
-def test_loads_are_hidden_behind_a_device_that_is_slower() -> None:
+def test_loads_overlap_with_a_slower_device() -> None:
     """Each load runs while the device computes something else, so loads add no time."""
     assert end_of(2, 1.0, GroupSeconds(1.0, 1.0, 0.0), GroupSeconds(1.0, 1.0, 0.0)) == 6.0
 
 
-def test_a_slow_link_sets_the_pace() -> None:
+def test_with_a_slow_link_loads_determine_the_time() -> None:
     """Six loads of 5 s, one after another, and then the attention of the last one."""
     assert end_of(3, 1.0, GroupSeconds(5.0, 1.0, 0.0), GroupSeconds(5.0, 1.0, 0.0)) == 31.0
 
 
-def test_an_arena_is_free_when_its_store_is_through() -> None:
+def test_an_arena_is_free_after_its_store() -> None:
     """Stores run at 2-6 and 6-10. So load 2 runs at 6-7, load 3 at 10-11, and the last attention at 11-12."""
     group = GroupSeconds(1.0, 1.0, 4.0)
     ends, links = staged(0.0, 2, 1.0, [group, group], Links(), NOTHING)
@@ -58,7 +58,7 @@ def test_an_arena_is_free_when_its_store_is_through() -> None:
     assert staged(ends, 1, 1.0, [group], links, NOTHING)[0] == 16.0
 
 
-def test_a_layer_waits_for_its_swap_ins_and_loads_come_behind_them_all() -> None:
+def test_a_layer_waits_for_its_swap_ins_and_loads_follow_all_swap_ins() -> None:
     """Swap-ins end at 2 and 4. Loads run at 4-5 and 5-6. The layers' dense parts run at 2-3 and 6-7."""
     group = GroupSeconds(1.0, 1.0, 0.0)
     ends, _ = staged(0.0, 2, 1.0, [group], Links(4.0), LayerArrivals(2.0, 2.0))
@@ -66,7 +66,7 @@ def test_a_layer_waits_for_its_swap_ins_and_loads_come_behind_them_all() -> None
     assert staged(0.0, 2, 1.0, [group], Links(4.0), LayerArrivals(9.0, 2.0))[0] == 13.0
 
 
-def test_no_lane_is_faster_than_its_work_and_none_slower_than_all_of_it() -> None:
+def test_the_end_is_between_the_longest_lane_and_the_sum_of_all_lanes() -> None:
     draw = random.Random(7)
     for _ in range(300):
         layers, dense = draw.randint(1, 6), draw.random()
@@ -132,7 +132,7 @@ def test_an_executor_takes_the_time_of_its_lanes() -> None:
     assert clock.now() == pytest.approx(42.0)
 
 
-def test_loads_wait_for_swap_ins_and_stores_for_no_swap_out() -> None:
+def test_loads_wait_for_swap_ins_but_stores_do_not_wait_for_swap_outs() -> None:
     """Swap-ins use the link until 6, and layers wait for theirs until 3 and 6. Loads run at 6-10, … 19-24.
 
     Swap-outs of 8 s end at 12, because stores of 4 s go before them.
@@ -145,7 +145,7 @@ def test_loads_wait_for_swap_ins_and_stores_for_no_swap_out() -> None:
     assert sorted(outcome.finished_copies) == [1, 2]
 
 
-def test_long_stores_keep_the_arenas_from_the_next_iteration_and_swap_outs_from_the_link() -> None:
+def test_long_stores_delay_loads_of_the_next_iteration_and_swap_outs() -> None:
     """In each layer of the only turn: dense 0.5 s, load 4 s, attention 2.5 s, store 20 s.
 
     Stores run at 6.5-26.5 and 26.5-46.5, and then a swap-out of 8 s. The next loads begin at 26.5 and 46.5.
@@ -163,7 +163,7 @@ def test_long_stores_keep_the_arenas_from_the_next_iteration_and_swap_outs_from_
     assert clock.now() == pytest.approx(53.0)
 
 
-def test_groups_without_work_on_the_link_take_what_resident_slices_take() -> None:
+def test_groups_without_copies_take_as_long_as_resident_slices() -> None:
     """In this cost model attention depends on keys only. So it takes the same time in groups."""
     iteration = an_iteration(1)
     empty = array("i", [0])

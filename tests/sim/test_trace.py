@@ -28,7 +28,7 @@ def request(at: int, num_inputs: int, ids: list[int], num_outputs: int = 10) -> 
     }
 
 
-def test_a_request_continues_the_latest_whose_blocks_it_begins_with() -> None:
+def test_a_request_continues_the_latest_conversation_with_the_same_first_blocks() -> None:
     first, other, second, third = arrivals(
         request(0, 1100, [0, 1, 2]),
         request(500, 1100, [0, 7, 8]),
@@ -42,7 +42,7 @@ def test_a_request_continues_the_latest_whose_blocks_it_begins_with() -> None:
     assert (third.conversation, third.history_tokens, third.input_tokens) == ("r0", 1310, 690)
 
 
-def test_the_first_block_relates_nobody() -> None:
+def test_a_shared_first_block_alone_links_no_conversations() -> None:
     found = arrivals(request(0, 400, [0]), request(1, 900, [0, 3]), request(2, 900, [0, 4]))
     assert [arrival.conversation for arrival in found] == ["r0", "r1", "r2"]
     assert all(arrival.history_tokens is None for arrival in found)
@@ -65,7 +65,7 @@ def test_a_second_continuation_is_a_fork_and_a_shorter_one_a_cut() -> None:
     assert shorter.input_tokens == 1
 
 
-def test_plain_lines() -> None:
+def test_lines_that_name_their_conversation_are_read() -> None:
     first, second = arrivals(
         {"conversation": "a", "at": 2, "input_tokens": 5, "output_tokens": 7},
         {"conversation": "a", "after": 3.5, "input_tokens": 1, "output_tokens": 1},
@@ -74,7 +74,7 @@ def test_plain_lines() -> None:
     assert (second.at, second.after) == (None, 3.5)
 
 
-def test_broken_lines_are_counted_and_named() -> None:
+def test_invalid_lines_are_counted_and_reported() -> None:
     good = json.dumps({"conversation": "a", "at": 0, "input_tokens": 5, "output_tokens": 7})
     lines = [
         good,
@@ -95,7 +95,7 @@ def test_broken_lines_are_counted_and_named() -> None:
     assert "at least 1, not 0" in problems.lines[3][1]
 
 
-def test_drawn_conversations_are_as_long_as_published() -> None:
+def test_generated_conversations_have_the_published_lengths() -> None:
     found = list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
     first = [arrival for arrival in found if arrival.at is not None]
     assert len(first) == pytest.approx(6000, rel=0.05)
@@ -107,7 +107,7 @@ def test_drawn_conversations_are_as_long_as_published() -> None:
     assert max(v.after for v in found) > 120
 
 
-def test_drawn_assistants_return_as_published() -> None:
+def test_generated_assistants_return_as_often_as_published() -> None:
     found = list(drawn(HABITS["assistant"], 2.0, 6000.0, seed=1))
     turns = Counter(arrival.conversation for arrival in found)
     num = [sum(count >= least for count in turns.values()) for least in (1, 2, 3)]
@@ -123,7 +123,7 @@ def test_drawn_assistants_return_as_published() -> None:
     assert statistics.mean(later) == pytest.approx(1650, rel=0.1)
 
 
-def test_a_line_is_named_in_its_file() -> None:
+def test_a_problem_is_located_by_file_and_line() -> None:
     problems = Problems()
     assert problems.location(3) == "line 3"
     problems.files = [(0, "a.jsonl")]
@@ -134,7 +134,7 @@ def test_a_line_is_named_in_its_file() -> None:
     assert problems.location(10) == "line 1 of c.jsonl"
 
 
-def test_the_clock_begins_with_the_first_message() -> None:
+def test_arrival_times_start_at_the_first_message() -> None:
     arrivals = [
         Arrival("a", 1800.5, 1, 1),
         Arrival("b", 1802.0, 1, 1),

@@ -143,7 +143,7 @@ def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_lru_takes_the_least_recently_active_and_its_leading_chunk_first(seed: int) -> None:
+def test_lru_evicts_the_leading_chunk_of_the_least_recently_used_branch(seed: int) -> None:
     rng, forest = random.Random(seed), Forest(LruPolicy())
     for _ in range(120):
         forest.now += rng.choice((0.5, 3.0))
@@ -167,7 +167,7 @@ def test_lru_takes_the_least_recently_active_and_its_leading_chunk_first(seed: i
             assert order(victim) == min(map(order, candidates)), f"seed {seed}"
 
 
-def test_lru_takes_a_conversations_leading_branch_first() -> None:
+def test_lru_evicts_a_conversations_leading_branch_first() -> None:
     """After a fork was deleted, its source has two branches that were last used at the same time."""
     stage = Stage(16, 0)
     stage.say("a", 16)
@@ -181,7 +181,7 @@ def test_lru_takes_a_conversations_leading_branch_first() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_chunk_gets_its_turn(policy: str) -> None:
+def test_every_chunk_is_evicted_eventually(policy: str) -> None:
     """No chunk is passed over for ever, however young or expensive the other chunks are."""
     forest = Forest(POLICIES[policy](COST, SIZE))
     old = forest.grow(60, 1, [0.0] * 60)  # expensive, and shared by 60 holders
@@ -206,7 +206,7 @@ def test_every_chunk_gets_its_turn(policy: str) -> None:
     assert len(set(taken)) == len(taken) == sum(len(branch.chunks) for branch in forest.branches)
 
 
-def test_a_decision_asks_about_few_branches_however_many_there_are() -> None:
+def test_an_eviction_evaluates_few_branches_even_among_thousands() -> None:
     class Counting(ValuePolicy):
         num_asked = 0
 
@@ -229,7 +229,7 @@ def test_a_decision_asks_about_few_branches_however_many_there_are() -> None:
     assert max(asked) <= 2 * 50
 
 
-def test_stale_entries_are_forgotten() -> None:
+def test_the_queue_drops_stale_entries() -> None:
     forest = Forest(LruPolicy())
     branch = forest.grow(0, 1, [0.0])
     for _ in range(1000):
@@ -238,7 +238,7 @@ def test_stale_entries_are_forgotten() -> None:
     assert sum(map(len, forest.queue._heaps)) < 100
 
 
-def test_a_branch_in_use_is_passed_over_and_comes_back_by_an_offer() -> None:
+def test_a_branch_in_use_is_skipped_until_it_is_offered_again() -> None:
     forest = Forest(LruPolicy())
     branch = forest.grow(0, 1, [0.0])
     branch.num_running = 1
@@ -261,7 +261,7 @@ def test_a_cost_profile_interpolates_between_powers_of_two() -> None:
     assert profile.measured
 
 
-def test_an_analytic_profile_counts_operations_and_says_that_it_is_not_measured() -> None:
+def test_an_analytic_profile_counts_operations_and_is_marked_as_not_measured() -> None:
     profile = CostProfile.analytic(
         num_parameters=1_000_000, num_layers=2, num_heads=4, head_size=16, chunk_tokens=32
     )
@@ -280,19 +280,19 @@ def test_an_analytic_profile_counts_operations_and_says_that_it_is_not_measured(
         ({32: 1.0, 64: 2.0}, 0.0, "must be positive"),
     ],
 )
-def test_an_impossible_profile_is_refused(
+def test_an_invalid_cost_profile_is_refused(
     attention: dict[int, float], other: float, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         CostProfile.measured_at(attention, other)
 
 
-def test_profiles_are_ascending() -> None:
+def test_a_cost_profile_must_be_ascending() -> None:
     with pytest.raises(ValueError, match="ascending"):
         CostProfile(((64, 1.0), (32, 2.0)), 1.0)
 
 
-def test_a_weight_sums_over_holders_in_units_of_the_latest() -> None:
+def test_a_branch_weight_sums_over_holders_relative_to_the_latest() -> None:
     branch = value_forest().grow(0, 1, [0.0, 60.0, 90.0])
     assert branch.holders_weight(100.0) == pytest.approx(10 / 100 + 10 / 40 + 10 / 10)
     assert branch.holders_weight(1e9) == pytest.approx(3.0)
@@ -304,7 +304,7 @@ def test_a_weight_sums_over_holders_in_units_of_the_latest() -> None:
     assert value_forest().grow(0, 1, [5.0]).holders_weight(7.0) == 1.0
 
 
-def test_beyond_64_holders_the_others_count_as_the_longest_idle() -> None:
+def test_beyond_64_holders_the_others_count_as_longest_idle() -> None:
     branch = value_forest().grow(0, 1, [0.0, *([10.0] * 10), *([90.0] * 64)])
     assert branch.holders_weight(100.0) == pytest.approx(64 + 11 * 10 / 100)
 
@@ -321,7 +321,7 @@ def test_value_classes_are_steps_of_ten_percent() -> None:
     assert policy.value_class_of(shared, 0, 100.0) == 11  # log(3) / log(1.1) = 11.5
 
 
-def test_there_are_64_value_classes_and_the_dearest_share_the_last() -> None:
+def test_the_most_valuable_chunks_share_the_last_of_64_value_classes() -> None:
     assert (NUM_VALUE_CLASSES, VALUE_CLASS_RATIO) == (64, 1.1)
     cost = CostProfile.measured_at({32: 0.0, 64: 1e6}, other_seconds=1.0)
     policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 1, [0.0])
@@ -362,7 +362,7 @@ def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
+def test_a_conversation_whose_client_is_away_is_evicted_first(policy: str) -> None:
     """`b` was used last, but its client has said that it will be away. `a` may return at any time."""
     stage = Stage(16, 0, policy=policy)
     stage.say("a", 15)
@@ -373,7 +373,7 @@ def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
     assert stage.where("b").startswith("--")
 
 
-def test_a_hint_of_one_holder_leaves_what_is_shared_to_the_others() -> None:
+def test_an_away_hint_does_not_age_chunks_that_others_share() -> None:
     stage = Stage(16, 0)
     stage.say("a", 8)
     stage.fork_at("a", 8, "b")

@@ -72,7 +72,7 @@ def held(*holders: tuple[float, float]) -> Branch:
     return branch
 
 
-def test_traits_tell_first_turns_sizes_and_hints_apart() -> None:
+def test_traits_encode_the_number_of_turns_sizes_and_hints() -> None:
     assert traits_of(1, MESSAGE) == (1.0, -math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     often, message, *short_and_reply = traits_of(4, EndedTurn(1499, 250))[4:8]
     assert often == math.log(2)
@@ -85,7 +85,7 @@ def test_traits_tell_first_turns_sizes_and_hints_apart() -> None:
     assert all(len(traits_of(turns, MESSAGE)) == len(PRIOR_WEIGHTS) for turns in (1, 2, 9))
 
 
-def test_it_begins_with_a_sensible_prior() -> None:
+def test_the_return_model_starts_with_a_sensible_prior() -> None:
     model = ReturnModel()
     assert model.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.01)
     assert model.turn_ended("often", MESSAGE, 0.0) == model.turn_ended("often", MESSAGE, 1.0) == 1.0
@@ -93,7 +93,9 @@ def test_it_begins_with_a_sensible_prior() -> None:
         model.turn_ended(f"{away}", EndedTurn(1500, 250, 0, away), 3.0)
         for away in (10, 100, 1000, 1e6)
     ]
-    assert ratios == sorted(ratios, reverse=True), "those who announce to be away for longer"
+    assert ratios == sorted(ratios, reverse=True), (
+        "a longer announced absence must give a lower ratio"
+    )
     assert model.worth(0.0) >= model.worth(60.0) > 3 * model.worth(600.0) > 0
 
 
@@ -105,16 +107,18 @@ def test_worth_never_rises_with_idle_time() -> None:
     assert worths[-1] > 0
 
 
-def test_it_learns_when_people_return() -> None:
+def test_the_return_model_learns_how_soon_conversations_return() -> None:
     quick, slow = ReturnModel(), ReturnModel()
     live(quick, 0.0, 1800.0, 0.5, 8.0)
     live(slow, 0.0, 1800.0, 0.5, 300.0)
-    assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), "a page is soon free again"
-    assert quick.worth(60.0) < 0.2 * quick.worth(0.0), "who has not returned by now hardly will"
+    assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), (
+        "quick returns must be worth more, as they free the page sooner"
+    )
+    assert quick.worth(60.0) < 0.2 * quick.worth(0.0), "after a minute, a return is unlikely"
     assert slow.worth(60.0) > 0.5 * slow.worth(0.0)
 
 
-def test_it_learns_who_returns() -> None:
+def test_the_return_model_learns_which_conversations_return() -> None:
     """After long answers, conversations usually continue. After short answers, they do not."""
     model, now = ReturnModel(), 0.0
     for _ in range(20):
@@ -124,7 +128,7 @@ def test_it_learns_who_returns() -> None:
     assert ratios[1] > 2.5 * ratios[0], ratios
 
 
-def test_hints_are_believed_as_far_as_they_prove_true() -> None:
+def test_away_hints_count_only_as_far_as_they_prove_true() -> None:
     """Clients say that they will be away for a day, but most return within half a minute."""
     model, now = ReturnModel(), 0.0
     ended = EndedTurn(1500, 250, 0, 86_400.0)
@@ -137,7 +141,7 @@ def test_hints_are_believed_as_far_as_they_prove_true() -> None:
     assert believed < 0.1
 
 
-def test_it_follows_a_workload_that_shifts() -> None:
+def test_the_return_model_adapts_to_a_shifting_workload() -> None:
     model = ReturnModel()
     now = live(model, 0.0, 3600.0, 0.5, 200.0)
     before = expected(model, now)
@@ -145,10 +149,10 @@ def test_it_follows_a_workload_that_shifts() -> None:
     quick = expected(model, now)
     assert quick > 4 * before, "within twenty minutes"
     now = live(model, now, 1200.0, 0.0, 1.0)
-    assert expected(model, now) < 0.75 * quick, "nobody returns any more"
+    assert expected(model, now) < 0.75 * quick, "conversations no longer return"
 
 
-def test_it_learns_of_those_whose_kv_is_gone_and_counts_a_return_once() -> None:
+def test_the_return_model_counts_a_return_once_even_without_kv() -> None:
     model = ReturnModel()
     model.turn_ended("a", MESSAGE, 10.0)
     certainty = list(model._certainty)
@@ -161,7 +165,7 @@ def test_it_learns_of_those_whose_kv_is_gone_and_counts_a_return_once() -> None:
     assert model._certainty[0] > certainty[0]
 
 
-def test_a_fork_goes_on_with_the_turns_it_begins_with() -> None:
+def test_a_fork_inherits_the_number_of_turns() -> None:
     model = ReturnModel()
     for now in (0.1, 0.2, 0.3):
         model.turn_ended("a", MESSAGE, now)
@@ -169,7 +173,7 @@ def test_a_fork_goes_on_with_the_turns_it_begins_with() -> None:
     model.forked("a", "b", 0.4)
     model.forked("unknown", "c", 0.4)
     model.turn_began("b", 0.5)
-    assert model.weights == list(PRIOR_WEIGHTS), "that a fork is used says nothing"
+    assert model.weights == list(PRIOR_WEIGHTS), "use of a fork must not change the weights"
     for name in ("a", "b", "c"):
         model.turn_ended(name, MESSAGE, 0.6)
     assert [model._gaps[name].num_turns for name in ("a", "b", "c")] == [4, 4, 1]
@@ -187,7 +191,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(map(len, model._intervals)) == 1, "gaps are forgotten behind the last edge"
 
 
-def test_what_is_forgotten_is_not_held_against_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_gaps_do_not_count_as_missed_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """All conversations return after a minute, when half of their gaps have been forgotten."""
     monkeypatch.setattr("pensieve.core.policies.return_model.GAPS_MAX", 40)
     model = ReturnModel()
@@ -198,22 +202,22 @@ def test_what_is_forgotten_is_not_held_against_anybody(monkeypatch: pytest.Monke
     assert model.likelihood(model.turn_ended("x", MESSAGE, 3000.0), 0.0) > 0.9
 
 
-def test_a_return_after_hours_is_none() -> None:
+def test_a_return_after_hours_does_not_count() -> None:
     model = ReturnModel()
     model.turn_ended("a", MESSAGE, 0.0)
     model.turn_ended("b", MESSAGE, 86_400.0)
     reached = model._reached[-1]
     model.turn_began("a", 86_400.0)
-    assert model._reached[-1] == reached, "it counts as one that stayed away"
+    assert model._reached[-1] == reached, "a return after a day must count as no return"
 
 
-def test_no_word_of_a_client_makes_it_count_for_more() -> None:
+def test_no_client_hint_raises_the_value_of_a_conversation() -> None:
     model = ReturnModel()
     soon, silent = EndedTurn(1500, 250, 0, 1.0), EndedTurn(1500, 250)
     assert model.turn_ended("a", soon, 0.0) == model.turn_ended("b", silent, 0.0)
 
 
-def test_what_was_learned_fades() -> None:
+def test_learned_return_times_fade_to_the_prior() -> None:
     """The learned times of returns fade to the prior. Weights stay, but new turns can change them easily."""
     model = ReturnModel()
     now = live(model, 0.0, 1800.0, 0.9, 10.0)
@@ -247,7 +251,7 @@ def test_value_is_cost_times_the_sum_over_the_holders() -> None:
     assert learnt.value(one, 10.0) == learnt.value(one + 9, 10.0) == COST.chunk_seconds(0) / 10
 
 
-def test_what_is_quicker_computed_is_not_copied_in() -> None:
+def test_chunks_that_are_faster_to_recompute_are_not_swapped_in() -> None:
     seconds = COST.chunk_seconds(320)
     learnt = policy(copy_seconds=seconds)
     assert [learnt.worth_swapping_in(index) for index in (0, 8, 9, 100)] == [
@@ -256,21 +260,23 @@ def test_what_is_quicker_computed_is_not_copied_in() -> None:
         True,
         True,
     ]
-    assert policy().worth_swapping_in(0), "how long copies take is not known"
+    assert policy().worth_swapping_in(0), "the time of copies is unknown"
 
 
-def test_what_will_hardly_return_is_not_copied_out() -> None:
+def test_chunks_unlikely_to_be_used_again_are_not_swapped_out() -> None:
     learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
-    assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "nothing is known yet"
+    assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "the model has learned nothing yet"
     learnt.trial.followed = Order.LEARNED
     likely, unlikely = held((0.0, 1.0)), held((0.0, 0.02))
     assert learnt.worth_swapping_out(likely, 0, 1.0)
     assert not learnt.worth_swapping_out(unlikely, 0, 1.0)
-    assert not learnt.worth_swapping_out(likely, 0, 5000.0), "it has been away for too long"
+    assert not learnt.worth_swapping_out(likely, 0, 5000.0), (
+        "the conversation has been idle for too long"
+    )
     assert policy().worth_swapping_out(unlikely, 0, 1.0)
 
 
-def test_a_cache_computes_again_what_a_slow_link_would_bring_later() -> None:
+def test_with_a_slow_link_the_cache_recomputes_instead_of_swapping_in() -> None:
     """The host copy is dropped, the replies are right, and nothing is swapped in."""
     stage = Stage(8, 12, policy="return", copy_share=50.0)
     stage.cache.policy.worth_swapping_out = lambda *_: True  # type: ignore[method-assign]
@@ -285,7 +291,7 @@ def test_a_cache_computes_again_what_a_slow_link_would_bring_later() -> None:
     stage.scheduler.check(stage.now)
 
 
-def test_factors_are_drawn_only_while_the_random_order_is_followed() -> None:
+def test_random_factors_apply_only_while_the_random_order_is_followed() -> None:
     learnt = policy()
     learnt.turn_ended("a", MESSAGE, 0.0)
     learnt.turn_ended("b", MESSAGE, 0.0)
@@ -300,7 +306,7 @@ def test_factors_are_drawn_only_while_the_random_order_is_followed() -> None:
     assert learnt.value_factor_of("fork") == learnt.value_factor_of("a") == a
 
 
-def test_a_small_factor_lowers_the_value_and_not_the_probability_of_a_return() -> None:
+def test_a_small_factor_lowers_the_value_but_not_the_return_probability() -> None:
     learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
     learnt.trial.followed = Order.LEARNED
     branch = held((0.0, 1.0))

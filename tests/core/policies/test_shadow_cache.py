@@ -19,7 +19,7 @@ def likely(bucket: int, idle_seconds: float) -> float:
     return bucket - idle_seconds / 1000
 
 
-def test_a_shadow_cache_evicts_the_leading_tokens_of_the_least_valuable() -> None:
+def test_a_shadow_cache_evicts_leading_tokens_of_the_least_valuable_conversation() -> None:
     cache = ShadowCache(likely)
     cache.tokens_max = 100
     cache.put("a", 1, 60, 0.0)
@@ -33,7 +33,7 @@ def test_a_shadow_cache_evicts_the_leading_tokens_of_the_least_valuable() -> Non
     assert cache.num_tokens == 0
 
 
-def test_a_shadow_cache_forgets_what_it_evicted_whole() -> None:
+def test_a_shadow_cache_forgets_fully_evicted_conversations() -> None:
     cache = ShadowCache(likely)
     cache.tokens_max = 50
     for number in range(100):
@@ -46,7 +46,7 @@ def test_a_shadow_cache_forgets_what_it_evicted_whole() -> None:
     assert cache.remove("large") == 30
 
 
-def test_a_conversation_that_is_put_again_is_held_once() -> None:
+def test_putting_a_conversation_again_replaces_its_entry() -> None:
     cache = ShadowCache(likely)
     cache.tokens_max = 100
     cache.put("a", 0, 40, 0.0)
@@ -65,7 +65,7 @@ def play(trial: Trial, now: float, rounds: int, good: int, after: int) -> float:
     return now
 
 
-def test_the_learned_values_are_followed_when_it_pays_and_only_then() -> None:
+def test_learned_values_are_followed_only_when_they_pay() -> None:
     """There is room for four conversations.
 
     If bucket 1 returns after six turns, its conversations are kept only with the learned values. If
@@ -82,7 +82,7 @@ def test_the_learned_values_are_followed_when_it_pays_and_only_then() -> None:
     assert trial.followed.name == "LEARNED"
 
 
-def test_lru_is_followed_where_nothing_is_lost() -> None:
+def test_lru_is_followed_if_nothing_is_evicted() -> None:
     trial = Trial(likely, float)
     trial.set_capacity(10_000)
     play(trial, 0.0, 100, good=1, after=6)
@@ -100,7 +100,7 @@ def scan(trial: Trial, now: float, rounds: int) -> float:
     return now
 
 
-def test_random_factors_are_followed_in_a_scan_and_lru_after_it() -> None:
+def test_the_trial_follows_random_factors_in_a_scan_and_lru_after_it() -> None:
     """There is room for four conversations."""
     trial = Trial(lambda bucket, idle: math.exp(BUCKET_STEP * bucket) * (idle < 20.0), float)
     trial.set_capacity(160)
@@ -119,13 +119,13 @@ def test_random_factors_are_spread_evenly() -> None:
     assert max(after - before for before, after in itertools.pairwise(logs)) < 0.1 * SPREAD
 
 
-def test_conversations_that_lru_serves_have_no_random_factor_and_batch_jobs_the_least() -> None:
+def test_the_random_factor_is_one_for_lru_and_lowest_for_batch_jobs() -> None:
     assert {random_factor((serial, 3)) for serial in range(100)} == {1.0}
     assert random_factor((1, 2)) < 1.0
     assert random_factor(None) == math.exp(-SPREAD)
 
 
-def test_a_return_is_a_hit_if_lru_would_have_kept_all_of_it() -> None:
+def test_a_return_is_a_hit_if_lru_would_have_kept_the_whole_conversation() -> None:
     trial = Trial(likely, float)
     trial.set_capacity(100)
     for name in ("a", "b", "c"):

@@ -24,7 +24,7 @@ every_set = pytest.mark.usefixtures("kernel")
 
 def attend(case: Case) -> torch.Tensor:
     done = cpu.multi_token_attention(case.inputs, case.out)
-    assert done, "the compiled kernel did not take it"
+    assert done, "the compiled kernel did not accept the inputs"
     return case.out
 
 
@@ -88,7 +88,7 @@ def test_scores_far_from_zero_and_far_apart(kv_format: str) -> None:
     ("poison", "position", "side"),
     [(NAN, 4, 0), (NAN, 20, 1), (float("inf"), 20, 0), (float("inf"), 4, 1)],
 )
-def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
+def test_nan_affects_only_its_own_turn(
     poison: float, position: int, side: int, dtype: torch.dtype, kv_format: str
 ) -> None:
     case = Case([(0, 20, 1), (1, 20, 1)], 2, 1, 64, dtype, kv_format)
@@ -102,7 +102,7 @@ def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
 
 
 @every_set
-def test_nothing_to_do_is_nothing() -> None:
+def test_an_empty_batch_is_accepted() -> None:
     arena = poisoned(1, 1, 64, torch.float32)
     empty, none = torch.empty(0, 2, 64), torch.empty(0, dtype=torch.int32)
     table, offsets = torch.empty(0, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -115,7 +115,9 @@ def test_nothing_to_do_is_nothing() -> None:
     ("head_size", "slots", "dtype"),
     [(40, 16, torch.float32), (64, 32, torch.float64), (20, 32, torch.float32)],
 )
-def test_what_it_cannot_do_is_left_to_torch(head_size: int, slots: int, dtype: torch.dtype) -> None:
+def test_unsupported_shapes_and_types_are_left_to_torch(
+    head_size: int, slots: int, dtype: torch.dtype
+) -> None:
     arena = torch.randn(2, 2, 1, slots, head_size).to(dtype)
     query = torch.randn(3, 2, head_size).to(dtype)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
@@ -130,7 +132,9 @@ def test_what_it_cannot_do_is_left_to_torch(head_size: int, slots: int, dtype: t
 
 
 @pytest.mark.parametrize(("head_size", "dtype"), [(64, torch.float64), (20, torch.float32)])
-def test_rows_that_it_cannot_round_are_left_to_torch(head_size: int, dtype: torch.dtype) -> None:
+def test_rows_that_the_kernel_cannot_round_are_left_to_torch(
+    head_size: int, dtype: torch.dtype
+) -> None:
     arena = poisoned(1, 1, head_size, dtype, "int8")
     row, slots = torch.randn(1, 1, head_size).to(dtype), torch.tensor([3])
     assert not cpu.write_kv(row, row, slots, arena[:, 0], arena[:, 1])
@@ -140,7 +144,7 @@ def test_rows_that_it_cannot_round_are_left_to_torch(head_size: int, dtype: torc
 
 
 @every_type
-def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
+def test_keys_and_values_are_written_only_to_their_slots(dtype: torch.dtype) -> None:
     arena = poisoned(4, 3, 64, dtype)
     right = arena.clone()
     key = torch.randn(3, 5, 64).to(dtype).transpose(0, 1)  # strided, like the keys of models
@@ -155,7 +159,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) 
 @every_set
 @every_type
 @pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
-def test_rows_are_rounded_to_the_bytes_that_torch_gives(
+def test_rows_are_rounded_to_the_same_bytes_as_in_torch(
     dtype: torch.dtype, head_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows include zeros, denormal numbers, NaN, infinity, and values half way between two codes."""
@@ -184,7 +188,7 @@ def test_rows_are_rounded_to_the_bytes_that_torch_gives(
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
-def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
+def test_only_the_filled_slots_of_pages_are_copied(dtype: torch.dtype) -> None:
     source = (torch.randn(5, 2, 2, 32, INT8.row(64)) * 40).to(dtype)
     target = torch.full_like(source, 7)
     right = target.clone()
@@ -218,7 +222,7 @@ def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched(kv_format:
     assert not out.any()
 
 
-def test_a_write_through_the_public_function_uses_it() -> None:
+def test_the_public_write_kv_uses_the_compiled_kernel() -> None:
     arena = poisoned(1, 1, 64, torch.float32)
     row = torch.ones(1, 1, 64)
     with warnings.catch_warnings():
@@ -277,7 +281,7 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
 @every_set
 @every_format
 @every_type
-def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(
+def test_a_short_context_is_correct_and_its_rows_are_the_same_alone(
     kv_format: str, dtype: torch.dtype
 ) -> None:
     """The work is small enough for an emulated processor."""
@@ -292,7 +296,7 @@ def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(
 
 
 @every_set
-def test_index_columns_of_a_table() -> None:
+def test_indexes_may_be_columns_of_a_table() -> None:
     source = torch.randn(6, 2, 1, 32, 32)
     target = torch.zeros_like(source)
     moves = torch.tensor([[0, 3, 32], [5, 1, 32], [2, 2, 32]])

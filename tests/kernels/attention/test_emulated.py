@@ -108,7 +108,7 @@ def test_hopper_in_half_precision_backwards_and_cut() -> None:
 
 
 @pytest.mark.parametrize("hopper", [False, True])
-def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
+def test_launches_reused_for_another_layer_equal_its_own_launches(hopper: bool) -> None:
     """If a layer's launches are reused for another layer, only the addresses change."""
     lengths, starts = [1, 40], [900, 700]
     blocks = BlocksAtOnce(8, 8 if hopper else None)
@@ -135,7 +135,7 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
-def test_few_rows(head_size: int, backwards: bool, early: bool) -> None:
+def test_slices_with_few_rows(head_size: int, backwards: bool, early: bool) -> None:
     """Decodes and short pieces have one to sixteen rows. One of them is cut. A prompt has a wide tile."""
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
     order: dict[str, Any] = {"backwards": backwards, "early": early}
@@ -144,7 +144,7 @@ def test_few_rows(head_size: int, backwards: bool, early: bool) -> None:
 
 
 @pytest.mark.parametrize(("last", "num_items"), [(144, 12), (160, 14), (272, 16), (288, 18)])
-def test_each_of_hoppers_items_is_done(last: int, num_items: int) -> None:
+def test_hoppers_kernel_processes_every_item(last: int, num_items: int) -> None:
     """Each block takes items in alternating order: three full rounds, then parts of a fourth and a fifth."""
     lengths, starts = [144, 144, last], [10, 40, 0]
     planned = cuda.plan(lengths, starts, 4, 2, 64, BlocksAtOnce(1, 1))
@@ -195,7 +195,7 @@ def test_scores_far_from_zero_and_far_apart() -> None:
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) -> None:
+def test_a_block_uses_the_shared_memory_that_plans_assume(head_size: int) -> None:
     defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16")
     kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
     needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
@@ -203,14 +203,14 @@ def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) 
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_with_kv_in_bytes_a_block_takes_no_more(head_size: int) -> None:
+def test_with_kv_in_fp8_a_block_uses_no_more_shared_memory(head_size: int) -> None:
     defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16", "STORED=E4m3")
     kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
     needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
     assert needed <= cuda.BLOCK_KIB[head_size] * 1024
 
 
-def test_slices_and_items_of_nothing() -> None:
+def test_empty_slices_and_items_are_accepted() -> None:
     """The batch has a slice without tokens, and an item without rows that only fills a list."""
     attend([(0, 10, 2), (0, 12, 0), (1, 0, 1)], 2, 1, 64)
 
@@ -220,7 +220,7 @@ def test_slices_and_items_of_nothing() -> None:
 )
 @pytest.mark.parametrize("length", [1, 12, 40])
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
+def test_nan_affects_only_its_own_turn(
     kv_format: str, poison: float, length: int, side: int
 ) -> None:
     """Rows of all kinds of items get a NaN. If a NaN byte were read as a plain number, it would be 480."""
@@ -233,7 +233,7 @@ def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
+def test_keys_and_values_are_written_only_to_their_slots(dtype: torch.dtype) -> None:
     arena = poisoned(4, 3, 96, dtype)
     right = arena.clone()
     key = torch.randn(3, 5, 96).to(dtype).transpose(0, 1)  # strided, like the keys of models
@@ -245,7 +245,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (128, 128), (96, 32)])
-def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
+def test_queries_and_keys_are_rotated_while_keys_are_written(head_size: int, rotated: int) -> None:
     tokens, heads, kv_heads, dtype = 5, 4, 2, torch.bfloat16
     rows = torch.randn(tokens, heads + 2 * kv_heads, head_size).to(dtype)
     query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
@@ -274,11 +274,11 @@ def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
         found = arena[slot // 32, :, :, slot % 32]
         torch.testing.assert_close(found[0], keys[token], rtol=1e-2, atol=1e-2)
         assert torch.equal(found[1], value[token])
-    assert int(arena[:, 0, 0, :, 0].isfinite().sum()) == tokens, "something was written elsewhere"
+    assert int(arena[:, 0, 0, :, 0].isfinite().sum()) == tokens, "another slot was written"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
+def test_only_the_filled_slots_of_pages_are_copied(dtype: torch.dtype) -> None:
     source = torch.randn(40, 2, 2, 32, 64).to(dtype)
     target = torch.full_like(source, 7.0)
     right = target.clone()

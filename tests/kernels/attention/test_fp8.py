@@ -20,18 +20,18 @@ EVERY_BYTE = torch.arange(256).to(torch.uint8).view(FP8.element)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_any_mix_of_slices_over_pages_of_bytes(head_size: int) -> None:
+def test_any_mix_of_slices_over_fp8_pages(head_size: int) -> None:
     """A batch has decodes, pieces of prefill, and two slices of one turn."""
     attend(MIXED, 6, 2, head_size, kv_format="fp8")
 
 
-def test_in_half_precision_cut_backwards_and_with_copies_that_come_early() -> None:
+def test_half_precision_with_cuts_in_reverse_order_and_early_copies() -> None:
     order: dict[str, Any] = {"backwards": True, "early": True, "kv_format": "fp8"}
     slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128), (3, 1500, 1)]
     assert attend(slices, 2, 1, 128, torch.float16, blocks_at_once=12, **order).merges
 
 
-def test_few_rows_over_bytes() -> None:
+def test_slices_with_few_rows_over_fp8_pages() -> None:
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
     assert attend(slices, 4, 1, 128, blocks_at_once=6, kv_format="fp8").merges
 
@@ -42,7 +42,7 @@ def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+def test_keys_and_values_are_rounded_like_in_torch(dtype: torch.dtype) -> None:
     """Inputs are fp8 numbers, midpoints of two of them, neighbours of these numbers, extremes and NaN."""
     bytes_ = EVERY_BYTE.float()
     between = (bytes_[:-1] + bytes_[1:]) / 2
@@ -61,11 +61,11 @@ def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None
         assert same_bytes(by_slot[slots, side], to_fp8(written, scales[side]))
     others = torch.ones(len(by_slot), dtype=torch.bool)
     others[slots] = False
-    assert not by_slot[others].float().any(), "something was written elsewhere"
+    assert not by_slot[others].float().any(), "another slot was written"
 
 
 @pytest.mark.parametrize("kernel", ["write_kv", "rotate_and_write_kv"])
-def test_what_exceeds_a_float_once_it_is_scaled_is_cut_off_and_only_what_is_not_finite_is_nan(
+def test_finite_values_that_overflow_when_scaled_are_clamped_and_not_nan(
     kernel: str,
 ) -> None:
     """A scale far below one turns a number that bfloat16 can hold into 2^128."""
@@ -111,10 +111,12 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
         near = by_elements[slot // 32, 0, :, slot % 32].float()
         torch.testing.assert_close(keys * scales[0, :, None], near, rtol=2**-4, atol=2**-9)
         assert torch.equal(values, to_fp8(value[token], scales[1]).float())
-    assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, "one went elsewhere"
+    assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, (
+        "another slot was written"
+    )
 
 
-def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
+def test_fp8_pages_need_scales_and_have_no_hopper_kernel() -> None:
     arena = poisoned(3, 1, 64, torch.bfloat16, "fp8")
     pages = (arena[:, 0], arena[:, 1])
     rows = torch.zeros(1, 1, 64).to(torch.bfloat16)

@@ -119,31 +119,31 @@ def test_decodes_over_shared_pages_read_them_once(
     plan = plan_work(lengths, starts, 4, 8, TILING, blocks, waves_more, shared)
     check(plan, lengths, starts, 4)
     assert pages_read(plan) == 64 + 32 * 5
-    assert plan.num_part_rows * 8 * 129 * 4 < 10e6, "of partial results"
+    assert plan.num_part_rows * 8 * 129 * 4 < 10e6, "too many bytes of partial results"
     assert len(plan.merges) == 32
     packs = [item for item in plan.items if item.pack_row >= 0]
-    assert {item.num_rows for item in packs} == {128}, "rows of all of them"
+    assert {item.num_rows for item in packs} == {128}, "each pack must have 128 rows"
     assert len(packs) > 1, "one long pack would be the last to end"
     assert pages_read(plan_work(lengths, starts, 4, 8, TILING, blocks)) == 32 * 69
 
 
-def test_what_would_cost_more_than_it_saves_is_left() -> None:
+def test_shared_pages_are_not_packed_if_that_costs_more_than_it_saves() -> None:
     two = plan_work([1] * 2, [5000, 5000], 4, 8, TILING, HOPPER, shared=shared_of([0, 0], [1]))
-    assert not two.pack_rows, "a page less, for parts and a block more"
+    assert not two.pack_rows, "one page saved does not pay for the parts and another block"
     idle = plan_work([1] * 2, [400, 400], 4, 1, TILING, HOPPER, shared=shared_of([0, 0], [12]))
-    assert not idle.pack_rows, "all ends with the longest, and the merge comes on top"
+    assert not idle.pack_rows, "packing does not shorten the longest block and adds a merge"
     many = [1] * 200
     plan = plan_work(many, [5000] * 200, 4, 8, TILING, HOPPER, shared=shared_of([0] * 200, [5]))
     assert plan.pack_rows
 
 
-def test_a_slice_alone_in_its_group_is_as_it_was() -> None:
+def test_a_slice_alone_in_its_group_is_planned_as_without_groups() -> None:
     lengths, starts = [1, 1, 1], [5000, 6000, 7000]
     plan = plan_work(lengths, starts, 4, 8, TILING, HOPPER, shared=shared_of([0, 1, -1], [90, 90]))
     assert plan == plan_work(lengths, starts, 4, 8, TILING, HOPPER)
 
 
-def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
+def test_wide_tiles_are_packed_if_one_kernel_computes_all_tiles() -> None:
     """Four slices have 40, 48, 40 and 44 rows. The first three fill a pack of 128 rows."""
     lengths, starts = [10, 12, 10, 11], [3200] * 4
     shared = shared_of([0] * 4, [100])
@@ -153,7 +153,7 @@ def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
     assert {item.num_rows for item in plan.items if item.pack_row >= 0} == {128}
     assert {item.key_begin for item in plan.items if item.slice_index == 3} >= {0}
     on_hopper = plan_work(lengths, starts, 4, 8, TILING, HOPPER, shared=shared)
-    assert not on_hopper.pack_rows, "they are of a kernel that takes no packs"
+    assert not on_hopper.pack_rows, "the kernel of these slices supports no packs"
 
 
 # -- on emulated threads --
@@ -162,7 +162,7 @@ def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
 @needs_x86
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (6, 2)])
-def test_shared_pages_beside_others(head_size: int, heads: int, kv_heads: int) -> None:
+def test_shared_pages_beside_unshared_pages(head_size: int, heads: int, kv_heads: int) -> None:
     """The batch has two groups, a slice without shared pages, and a slice of several tiles."""
     slices = [(0, 200, 1), (1, 197, 2), (2, 20, 3), (3, 192, 1), (4, 400, 9), (5, 385, 30)]
     slices += [(6, 192, 12), (7, 300, 150)]
@@ -242,7 +242,7 @@ def test_random_groups(seed: int) -> None:
 
 @needs_x86
 @pytest.mark.parametrize("kv_format", ["auto", "fp8"])
-def test_a_value_that_is_no_number_in_a_slices_own_pages_reaches_no_other_of_its_pack(
+def test_nan_in_a_slices_own_pages_affects_no_other_slice_of_its_pack(
     kv_format: str,
 ) -> None:
     slices, fronts = [(turn, 236, 1) for turn in range(4)], [(7, [0, 1, 2, 3])]
@@ -255,7 +255,7 @@ def test_a_value_that_is_no_number_in_a_slices_own_pages_reaches_no_other_of_its
     assert case.out[3, 1].isfinite().all()
 
 
-def test_a_plan_lies_on_its_device_in_one_piece() -> None:
+def test_a_plan_is_the_same_on_its_device() -> None:
     shared = shared_of([0] * 40, [64])
     plan = plan_work([1] * 40, [2100] * 40, 4, 8, TILING, HOPPER, shared=shared)
     work = DevicePlan.of(plan, 8, 64, "cpu")

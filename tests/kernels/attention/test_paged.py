@@ -81,7 +81,7 @@ def test_rows_of_a_long_slice_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     check([(0, 0, 21), (1, 0, 20)])
 
 
-def test_a_slice_without_tokens_is_nothing() -> None:
+def test_a_slice_without_tokens_is_accepted() -> None:
     check([(0, 4, 0), (1, 2, 1)])
 
 
@@ -166,7 +166,7 @@ def test_multi_token_attention_checks_every_tensor(
         multi_token_attention(inputs, out)
 
 
-def test_a_kernel_leaves_a_kind_that_it_does_not_know_to_the_reference(
+def test_kernels_leave_unknown_attention_kinds_to_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case([(0, 40, 3)])
@@ -187,7 +187,7 @@ def test_out_may_not_be_the_query() -> None:
         attend(case)
 
 
-def test_a_symbol_may_be_one_more_than_another() -> None:
+def test_a_shape_symbol_may_be_another_symbol_plus_one() -> None:
     shapes = Shapes("kernel")
     shapes.unify("offsets", torch.zeros(4), ("slices+1",))
     assert shapes["slices"] == 3
@@ -206,7 +206,7 @@ def test_padding_at_most_doubles_a_context() -> None:
     assert groups == [[3, 4, 6], [7, 9], [2000]]
 
 
-def test_what_one_call_gathers_is_bounded() -> None:
+def test_the_memory_that_one_call_gathers_is_bounded() -> None:
     """Each of many turns gathers the prefix that they share."""
     slices = [reference._Slice(i, 1, 100, i) for i in range(10)]
     sizes = [len(group) for group in reference._groups(slices, 350)]
@@ -214,6 +214,6 @@ def test_what_one_call_gathers_is_bounded() -> None:
     assert [len(group) for group in reference._groups(slices, 50)] == [1] * 10
 
 
-def test_bounded_groups_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_GATHERED_ELEMENTS_MAX", 1)
     check([(turn, 39, 1) for turn in range(4)])

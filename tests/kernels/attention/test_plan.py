@@ -60,7 +60,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
         assert rows == [merge.first_part_row + i * num_rows for i in range(len(runs))]
         assert min(run[1] - run[0] for run in runs[:-1]) >= PART_PAGES_MIN * PAGE_SLOTS // 2
         taken += [(row, row + num_rows) for row in rows]
-    assert not merged, "a merge of what was not cut"
+    assert not merged, "tiles that were not cut are merged"
     for (_, before), (after, _) in itertools.pairwise(sorted(taken)):
         assert before <= after, "two parts share rows"
     assert all(end <= plan.num_part_rows for _, end in taken)
@@ -143,12 +143,12 @@ def test_many_equal_contexts_are_not_cut() -> None:
     assert len(plan.items) == 200
 
 
-def test_nothing_to_do() -> None:
+def test_an_empty_batch_has_an_empty_plan() -> None:
     assert plan_work([], [], 4, 8, TILING, BlocksAtOnce(264)) == Plan([], [], [], 0)
     assert plan_work([0, 0], [5, 9], 4, 8, TILING, BlocksAtOnce(264)) == Plan([], [], [], 0)
 
 
-def test_the_limit_of_parts_is_never_below_the_least() -> None:
+def test_the_part_limit_is_never_below_the_minimum() -> None:
     for count, cost, blocks_at_once in itertools.product((1, 3, 50), (1, 2, 4, 100), (1, 8, 500)):
         kinds = Counter({(cost, 4, False): count})
         assert part_limit(kinds, 2, blocks_at_once).limit >= PART_PAGES_MIN
@@ -195,7 +195,7 @@ def test_wide_work_is_planned_for_the_blocks_that_hoppers_kernel_runs(
     assert over_ideal(plan, 8) <= over_ideal(plan, 8, snake=False)
 
 
-def test_for_twice_as_many_blocks_a_prompt_would_be_cut_and_merged() -> None:
+def test_a_plan_for_twice_as_many_blocks_cuts_and_merges_a_prompt() -> None:
     """That plan has 17 MB of partial results in every layer."""
     before = plan_work([512], [15_872], 4, 8, TILING, BlocksAtOnce(264, 264))
     now = plan_work([512], [15_872], 4, 8, TILING, HOPPER)
@@ -215,7 +215,7 @@ def test_a_prompt_beside_decodes_is_neither_cut_nor_merged() -> None:
     assert plan.num_part_rows == 0
 
 
-def test_what_a_merge_would_cost_more_than_it_gains_is_left_whole() -> None:
+def test_wide_tiles_stay_whole_if_a_merge_costs_more_than_it_saves() -> None:
     """Merging a part of 128 rows moves as many bytes as eight pages, so short wide tiles are not cut."""
     plan = plan_work([512], [0], 4, 8, TILING, HOPPER)
     assert not plan.merges

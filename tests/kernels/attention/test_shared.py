@@ -60,7 +60,7 @@ def check(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(2, 2, 64), (4, 1, 128), (3, 1, 96)])
 @pytest.mark.parametrize("pages", [4, 8, 69])
-def test_the_result_is_the_same_to_the_bit(
+def test_sharing_pages_changes_no_bit_of_the_result(
     dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, pages: int
 ) -> None:
     members = [(choice * 13, 1 + choice % 3) for choice in range(11)]

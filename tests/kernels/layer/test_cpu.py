@@ -108,7 +108,7 @@ def test_products_whose_outputs_all_go_through_an_activation(
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     packed = cpu.CpuPackedWeights([drawn(130, 96, dtype=dtype, seed=1)])
     given = drawn(40, 96, dtype=dtype, seed=2)
     whole = torch.empty(40, 130, dtype=dtype)
@@ -185,7 +185,7 @@ def test_the_largest_of_each_row() -> None:
     assert cpu.argmax(rows[:, :5]).tolist()[0] == int(rows[0, :5].argmax())
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_the_error_names_shapes_that_do_not_fit() -> None:
     packed = cpu.CpuPackedWeights([torch.ones(6, 4)])
     with pytest.raises(ValueError, match=r"weights are for \(4, 6\), not \(5, 6\)"):
         packed.multiply(torch.ones(2, 5), torch.ones(2, 6))
@@ -201,7 +201,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     ("inputs", "outputs", "rows"),
     [(64, 96, 1), (63, 33, 5), (5, 1, 3), (512, 256, 25), (96, 70, 300)],
 )
-def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
+def test_int8_products(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
     """Results are exact, except that weights and rows are rounded to 127 steps of their largest value."""
     weight = drawn(outputs, inputs, dtype=dtype, seed=1)
     bias = drawn(outputs, dtype=dtype, seed=2)
@@ -224,7 +224,7 @@ def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
+def test_a_non_finite_row_stays_non_finite_in_int8(odd: float) -> None:
     packed = cpu.CpuPackedWeights([torch.ones(3, 40)], int8=True)
     given = torch.ones(3, 40)
     given[1, 39] = odd
@@ -235,7 +235,7 @@ def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_every_half_is_read_exactly_and_every_float_rounded_as_torch_does() -> None:
+def test_every_half_is_read_exactly_and_floats_are_rounded_like_in_torch() -> None:
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     finite = halves[halves.isfinite()]
     many = finite.view(-1, 64)  # 992 rows

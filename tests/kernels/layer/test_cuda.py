@@ -9,7 +9,7 @@ from pensieve.kernels.layer import cuda
 from pensieve.kernels.layer.protocol import NormWeights
 
 
-def test_norms_of_parts_and_of_weights_that_round() -> None:
+def test_norms_of_whole_rows_and_parts_with_weights_that_round() -> None:
     rows = torch.randn(5, 12).to(torch.bfloat16)
     for width in (12, 4):
         for weight in (torch.ones(width) * 0.5, torch.rand(width) + 1):
@@ -26,7 +26,9 @@ def test_a_layer_norm() -> None:
     torch.testing.assert_close(norm(rows).float(), right, rtol=1e-2, atol=1e-2)
 
 
-def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_norm_of_a_sum_does_not_use_the_fused_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The kernel that adds and normalizes in one launch has no mean and no bias, so it must not be used."""
     monkeypatch.setattr(cuda, "takes_fused", lambda rows, width: True)
     residual, added, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12)
@@ -38,7 +40,7 @@ def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_a_gate_multiplies_what_it_lets_through() -> None:
+def test_a_gated_product_multiplies_activated_gate_and_up() -> None:
     gate, up, bias = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6)
     packed = cuda.CudaPackedWeights([gate, up], [None, bias], "silu")
     rows, out = torch.randn(3, 4), torch.empty(3, 6)

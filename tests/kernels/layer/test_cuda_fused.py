@@ -16,7 +16,7 @@ TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 256), (2, 4104)])
-def test_a_sum_and_its_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_the_fused_sum_and_norm_match_torch(rows: int, width: int, dtype: torch.dtype) -> None:
     residual, added = (torch.randn(rows, width).to(dtype) for _ in range(2))
     weight = (torch.rand(width) + 0.5).to(dtype)
     whole, normed = (torch.full_like(residual, float("nan")) for _ in range(2))
@@ -29,12 +29,12 @@ def test_a_sum_and_its_norm(rows: int, width: int, dtype: torch.dtype) -> None:
         cuda.add_and_norm_launch(residual[-1:], added[-1:], weight, 1e-5, alone, of_one),
         backwards=True,
     )
-    assert torch.equal(of_one, normed[-1:]), "a row depends on nothing but itself"
+    assert torch.equal(of_one, normed[-1:]), "a row must not depend on other rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 264), (5, 1000)])
-def test_a_gate_and_what_it_lets_through(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_the_fused_gate_and_product_match_torch(rows: int, width: int, dtype: torch.dtype) -> None:
     product = (torch.randn(rows, 2 * width) * 3).to(dtype)
     product[0, 0], product[0, 1] = -100.0, 100.0
     out = torch.full((rows, width), float("nan"), dtype=dtype)

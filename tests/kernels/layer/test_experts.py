@@ -90,7 +90,7 @@ def rows_of(count: int, dtype: torch.dtype, seed: int = 5) -> torch.Tensor:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("normalized", "rounded"), [(True, False), (False, True)])
-def test_experts_add_what_their_shares_say(
+def test_experts_are_added_with_their_routing_weights(
     dtype: torch.dtype, normalized: bool, rounded: bool
 ) -> None:
     model = Model(dtype, normalized=normalized, rounded=rounded)
@@ -103,7 +103,9 @@ def test_experts_add_what_their_shares_say(
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_row_has_the_same_experts_and_bits_in_any_company(dtype: torch.dtype, int8: bool) -> None:
+def test_a_rows_experts_and_bits_do_not_depend_on_other_rows(
+    dtype: torch.dtype, int8: bool
+) -> None:
     model = Model(dtype, int8=int8)
     rows = rows_of(EXPERT_ROWS_MAX + 40, dtype)
     rows[40:80, :EXPERTS] = rows[40, :EXPERTS]  # so that one expert has many rows
@@ -121,9 +123,7 @@ def test_a_row_has_the_same_experts_and_bits_in_any_company(dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("column", [0, EXPERTS - 1, HIDDEN - 1])
-def test_a_row_that_is_not_finite_spoils_itself_alone(
-    dtype: torch.dtype, odd: float, column: int
-) -> None:
+def test_a_non_finite_row_affects_no_other_row(dtype: torch.dtype, odd: float, column: int) -> None:
     model = Model(dtype)
     rows = rows_of(9, dtype)
     right = model(rows)
@@ -149,7 +149,7 @@ def test_logits_far_apart_and_all_equal() -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
-def test_experts_made_int8_are_chosen_as_before(dtype: torch.dtype) -> None:
+def test_int8_experts_are_chosen_like_the_original_ones(dtype: torch.dtype) -> None:
     rows = rows_of(30, dtype)
     exact, rounded = Model(dtype)(rows).double(), Model(dtype, int8=True)(rows).double()
     added = float((exact - rows.double()).abs().max())

@@ -69,7 +69,7 @@ def chosen_by_layer(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_of_equal_logits_those_are_chosen_that_topk_names(dtype: torch.dtype) -> None:
+def test_equal_logits_choose_the_same_experts_as_topk(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         compare(dtype, *shape)
 

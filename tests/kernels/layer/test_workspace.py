@@ -11,7 +11,7 @@ from pensieve.kernels.layer.cpu_rows import Widths, Workspace
 
 
 @pytest.mark.parametrize("num_allocated", range(9))
-def test_after_a_failure_rows_are_reserved_again(
+def test_buffers_can_be_enlarged_after_a_failed_allocation(
     num_allocated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that does not fit into memory is computed in halves, which need buffers, too."""

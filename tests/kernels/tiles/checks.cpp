@@ -71,7 +71,7 @@ float largest_of[2][kSliceRows], sum[2][kSliceRows];
 Partial all{largest_of[0], sum[0], weighted[0]}, some{largest_of[1], sum[1], weighted[1]};
 
 // Rows of a slice have the same bits together and alone, also if blocks of pages lie between them.
-void a_row_of_attention_is_the_same_in_any_company() {
+void a_row_of_attention_does_not_depend_on_other_rows() {
   const Slice slice;
   for (int position : {0, 20, 5 * kSlots - 7, 9 * kSlots - 5, 10 * kSlots}) {
     const Part whole = slice.part(position);
@@ -153,7 +153,7 @@ int main(int num_arguments, char**) {
   must(products_agree<uint8_t>(), "products of bytes differ from those without tiles");
   must(released(), "tiles stay configured after a product");
   must(attention_agrees(), "attention differs from that without tiles");
-  a_row_of_attention_is_the_same_in_any_company();
+  a_row_of_attention_does_not_depend_on_other_rows();
   a_row_gets_nothing_of_pages_behind_it();
   a_row_goes_on_where_shared_pages_end();
 #if !EMULATED_TILES

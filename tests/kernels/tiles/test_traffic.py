@@ -82,7 +82,7 @@ def test_rows_that_stay_in_the_cache_are_not_cut_into_blocks(counting: Path) -> 
         "blocks that are too narrow",
     ],
 )
-def test_blocks_that_do_not_suit_the_cache_are_found(
+def test_blocks_of_the_wrong_size_for_the_cache_are_found(
     mistake: Mistake, shape: tuple[int, int, int], tmp_path: Path
 ) -> None:
     built = program(tmp_path, "traffic.cpp", mistake, flags=FLAGS)

@@ -37,7 +37,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", SERVED)
-def test_every_family_says_what_it_says(
+def test_every_family_matches_plain_transformers(
     family: str, dtype: torch.dtype, folder_of: FolderOf
 ) -> None:
     """The probe compares fused layers with the plain model. Then several turns are decoded in one batch."""
@@ -86,7 +86,7 @@ def models(head_size: int = 64) -> dict[str, Any]:
 @pytest.mark.parametrize(("kv_dtype", "gap_max"), [("auto", 2e-2), ("fp8", 5e-2)])
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_rows_are_rotated_on_their_way_to_the_pages(
+def test_rows_are_rotated_while_they_are_written_to_pages(
     family: str, in_pieces: bool, kv_dtype: str, gap_max: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole GPU layer, with its CUDA kernels on emulated threads."""

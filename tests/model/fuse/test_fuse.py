@@ -58,7 +58,7 @@ def counts(module: torch.nn.Module) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("family", SERVED)
-def test_what_has_the_form_is_replaced(family: str, dtype: torch.dtype) -> None:
+def test_layers_of_the_supported_form_are_replaced(family: str, dtype: torch.dtype) -> None:
     flat = flat_model(family, dtype)
     assert counts(flat.module) == (flat.module.config.num_hidden_layers, 1)  # 1: the output matrix
     assert flat.whole is not None
@@ -125,7 +125,7 @@ IN_TORCH = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", IN_COMPILED_LAYERS)
-def test_variants_of_the_form_are_replaced(kind: str, dtype: torch.dtype) -> None:
+def test_layers_of_supported_variants_are_replaced(kind: str, dtype: torch.dtype) -> None:
     flat = FlatModel(tiny_model(copy.deepcopy(IN_COMPILED_LAYERS[kind])).to(dtype))
     probe(flat)  # compares with the plain model
     assert flat.form.startswith("layers in C++")
@@ -133,7 +133,7 @@ def test_variants_of_the_form_are_replaced(kind: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("reason", IN_TORCH)
-def test_what_has_another_form_stays_and_the_reason_is_said(reason: str) -> None:
+def test_layers_of_another_form_stay_in_torch_and_the_reason_is_reported(reason: str) -> None:
     flat = FlatModel(tiny_model(copy.deepcopy(IN_TORCH[reason])))
     probe(flat)
     assert flat.form == f"layers in torch: layer 0: {reason}"
@@ -142,7 +142,7 @@ def test_what_has_another_form_stays_and_the_reason_is_said(reason: str) -> None
     assert len(set(map(id, shared))) < len(shared)  # queries, keys and values are one product
 
 
-def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_torch(
+def test_layers_with_unsupported_attention_stay_in_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_cpu, "KIND_FIELDS", frozenset())
@@ -151,7 +151,7 @@ def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_to
     assert flat.form.endswith("layer 0: the compiled layers do not support its kind of attention")
 
 
-def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
+def test_the_docs_table_lists_the_families_with_compiled_layers() -> None:
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     table = text.split("<!-- families", 1)[1].split("<!-- end of the families", 1)[0]
     rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[3:]]
@@ -220,7 +220,7 @@ class Together:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("family", sorted(SERVED))
-def test_who_shares_the_batch_changes_no_bit(family: str, dtype: torch.dtype) -> None:
+def test_other_turns_in_the_batch_change_no_bit(family: str, dtype: torch.dtype) -> None:
     flat = flat_model(family, dtype)
     lengths = [len(PROMPT), 1, 30, 3]
     prompts = [[(seed * 31 + i * 7) % 90 + 3 for i in range(n)] for seed, n in enumerate(lengths)]
@@ -240,7 +240,7 @@ def test_who_shares_the_batch_changes_no_bit(family: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("slots", [32, 8])
 @pytest.mark.parametrize("family", ["llama-gqa", "olmo2", "qwen3", "qwen3-moe", "opt", "gpt-neox"])
-def test_rows_that_need_no_logits_change_no_bit(
+def test_skipping_logits_of_some_rows_changes_no_bit(
     family: str, slots: int, dtype: torch.dtype
 ) -> None:
     flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
@@ -265,7 +265,7 @@ def test_rows_that_need_no_logits_change_no_bit(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("slots", [32, 8])
 @pytest.mark.parametrize("family", sorted(SERVED))
-def test_layers_that_wait_for_no_page_run_in_one_call_and_give_the_same_bits(
+def test_layers_without_page_waits_run_in_one_call_with_the_same_bits(
     family: str, slots: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
@@ -293,7 +293,7 @@ def test_layers_that_wait_for_no_page_run_in_one_call_and_give_the_same_bits(
     assert len(calls) == (flat.whole is not None and slots == 32)
 
 
-def test_a_layer_that_does_not_rotate_takes_no_rotation_from_the_one_before() -> None:
+def test_a_layer_without_rotation_ignores_the_previous_layers_rotation() -> None:
     flat = FlatModel(tiny_model(SERVED["llama-gqa"]()))
     shape = probe(flat)
     first, second = (each for each in flat.module.modules() if isinstance(each, FusedLayer))
@@ -331,7 +331,7 @@ class TwoInputs(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dtype) -> None:
+def test_a_layer_without_rotation_is_recognised_despite_rounding(dtype: torch.dtype) -> None:
     """In 16 bits, the rotation changes the layer's result by less than the rounding error."""
     form = copy.deepcopy(IN_COMPILED_LAYERS["queries and keys that some layers do not rotate"])
     flat = FlatModel(tiny_model(form, std=0.1).to(dtype))
@@ -340,7 +340,7 @@ def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dty
     assert flat.whole is not None
 
 
-def test_a_norm_of_two_inputs_is_none_of_the_form_and_its_layer_stays() -> None:
+def test_a_layer_whose_norm_has_two_inputs_stays_in_torch() -> None:
     flat = FlatModel(tiny_model(SERVED["llama-gqa"]()))
     layer = flat.module.model.layers[0]
     gated = TwoInputs(layer.input_layernorm)
@@ -380,7 +380,7 @@ class NullExpert(torch.nn.Module):
         return answer
 
 
-def test_experts_of_which_one_answers_something_else_are_not_those_of_the_form() -> None:
+def test_experts_of_which_one_differs_are_not_replaced() -> None:
     family = config(
         "Qwen3MoeConfig",
         moe_intermediate_size=24,
@@ -396,7 +396,7 @@ def test_experts_of_which_one_answers_something_else_are_not_those_of_the_form()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(SERVED))
-def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_bit(
+def test_prompt_cuts_and_the_number_of_threads_change_no_bit(
     family: str, dtype: torch.dtype
 ) -> None:
     flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
@@ -460,7 +460,7 @@ class Halved(torch.nn.Module):
         return hidden_states + (self.inner(hidden_states, **arguments) - hidden_states) / 2
 
 
-def test_what_only_resembles_the_pattern_stays(tmp_path: Path) -> None:
+def test_layers_that_only_resemble_the_pattern_stay_in_torch(tmp_path: Path) -> None:
     plain = tiny_model(SERVED["llama-gqa"]())
     plain.model.layers[0].mlp.__class__ = LateGate
     flat = FlatModel(copy.deepcopy(plain))
@@ -484,7 +484,7 @@ class Forgetful(LlamaRMSNorm):  # type: ignore[misc]
         return super().forward(hidden_states) * 1.5
 
 
-def test_surroundings_that_differ_leave_the_loop_to_the_model() -> None:
+def test_a_model_with_another_final_norm_runs_its_own_layer_loop() -> None:
     plain = tiny_model(SERVED["llama-gqa"]())
     plain.model.norm.__class__ = Forgetful
     flat = FlatModel(plain)
@@ -493,7 +493,7 @@ def test_surroundings_that_differ_leave_the_loop_to_the_model() -> None:
     assert flat.whole is None
 
 
-def test_a_product_called_twice_with_different_inputs() -> None:
+def test_a_product_called_twice_with_different_inputs_is_packed_correctly() -> None:
     class Twice(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -534,7 +534,7 @@ def undecided_routers() -> Any:
     return tiny_model(many)
 
 
-def test_rounding_may_choose_other_experts() -> None:
+def test_fused_layers_are_accepted_if_rounding_chooses_other_experts() -> None:
     """The compiled layer's error is as large as the module's own error in this precision."""
     plain = undecided_routers()
     rounded = copy.deepcopy(plain).to(torch.bfloat16)
@@ -555,7 +555,7 @@ def test_rounding_may_choose_other_experts() -> None:
     assert float(torch.cat(ours).median()) <= 1.25 * float(torch.cat(own).median())
 
 
-def test_experts_that_are_wrong_are_found_though_rounding_may_choose_others(
+def test_wrong_experts_are_found_even_if_rounding_may_choose_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forward = cpu.CpuLayer.forward
@@ -568,7 +568,7 @@ def test_experts_that_are_wrong_are_found_though_rounding_may_choose_others(
         probe(FlatModel(undecided_routers().to(torch.bfloat16)))
 
 
-def test_a_fusion_that_does_not_agree_is_undone(
+def test_a_fusion_with_other_logits_is_undone(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fusion may be accepted by mistake. The comparison with the plain model then undoes it."""
@@ -588,7 +588,7 @@ def test_a_fusion_that_does_not_agree_is_undone(
     assert largest_gap(plain_model(folder_of("llama-gqa")), turn) <= GAP_MAX
 
 
-def test_without_the_library_the_model_stays_as_it_is(
+def test_without_the_library_the_model_stays_in_torch(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda dtype: False)
@@ -605,7 +605,7 @@ def test_double_precision_is_left_to_torch() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma", "qwen3-moe", "opt", "gpt2", "gpt-neox"])
-def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
+def test_int8_weights_stay_within_their_rounding(family: str, dtype: torch.dtype) -> None:
     plain = tiny_model(SERVED[family]()).to(dtype)
     ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
     exact, rounded = FlatModel(plain), FlatModel(copy.deepcopy(plain))
@@ -651,7 +651,7 @@ def test_a_cap_on_logits_is_kept() -> None:
     assert flat.whole is None
 
 
-def test_a_norm_with_one_added_to_large_weights() -> None:
+def test_a_norm_that_adds_one_to_large_weights_is_recognised() -> None:
     plain = tiny_model(SERVED["gemma"]()).to(torch.bfloat16)
     norm = plain.model.layers[0].input_layernorm
     with torch.no_grad():
@@ -663,7 +663,7 @@ def test_a_norm_with_one_added_to_large_weights() -> None:
     assert torch.equal(found.weight, 1 + norm.weight.float())
 
 
-def test_rotations_that_need_more_than_positions() -> None:
+def test_layers_whose_rotations_depend_on_the_layer_type_are_replaced() -> None:
     config = transformers.Gemma3TextConfig(
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
         vocab_size=128,
@@ -681,7 +681,7 @@ def test_rotations_that_need_more_than_positions() -> None:
     assert counts(flat.module) == (2, 1)
 
 
-def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
+def test_a_fusion_that_raises_leaves_the_model_in_torch(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -694,7 +694,7 @@ def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
     assert counts(model.flat.module) == (0, 0)
 
 
-def test_the_probe_runs_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_runs_the_layers_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = cpu.CpuLayer.forward
 
     def wrong(layer: cpu.CpuLayer, *rows: Any) -> torch.Tensor:
@@ -705,7 +705,7 @@ def test_the_probe_runs_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         probe(FlatModel(tiny_model(SERVED["llama-gqa"]())))
 
 
-def test_int8_with_heads_that_are_no_multiple_of_four() -> None:
+def test_int8_supports_head_sizes_that_are_no_multiple_of_four() -> None:
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=30,

@@ -161,7 +161,7 @@ def test_every_copy_is_reported_once(memory: GatedMemory, copier: CpuCopier) -> 
     assert copier.wait_any() == ()  # with nothing outstanding, the call returns at once
 
 
-def test_an_error_in_the_worker_reaches_whoever_waits(memory: GatedMemory) -> None:
+def test_an_error_in_the_worker_is_raised_by_the_wait(memory: GatedMemory) -> None:
     copier = CpuCopier(memory)
     memory.let_pass(10)
     copier.submit([SwapIn(1, 99, 0, 4)], [])  # host page 99 does not exist
@@ -171,7 +171,7 @@ def test_an_error_in_the_worker_reaches_whoever_waits(memory: GatedMemory) -> No
     copier.close()
 
 
-def test_close_gives_up_what_is_outstanding(memory: GatedMemory) -> None:
+def test_close_abandons_outstanding_copies(memory: GatedMemory) -> None:
     copier = CpuCopier(memory)
     copier.submit([SwapIn(1, 0, 0, 4)], [])
     memory.wait_begun(1)
@@ -184,7 +184,7 @@ def test_close_gives_up_what_is_outstanding(memory: GatedMemory) -> None:
     assert memory.begun == [("in", 0)]
 
 
-def test_memory_says_what_it_holds_and_refuses_what_does_not_fit() -> None:
+def test_memory_reports_its_sizes_and_refuses_too_large_or_empty_tiers() -> None:
     memory = KVMemory(SHAPE, 8, 5, 4)
     assert memory.page_bytes == 2 * 3 * 1 * 4 * 4 * 4
     assert (memory.device_bytes, memory.host_bytes) == (8 * 384, 5 * 384)

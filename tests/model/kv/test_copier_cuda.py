@@ -73,7 +73,7 @@ def collect(copier: CudaCopier, count: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("unit_layers", [1, 2, 3])
-def test_pages_go_out_and_come_back_whatever_the_order(
+def test_swapped_pages_are_correct_in_any_stream_order(
     seed: int, unit_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each iteration writes pages, swaps out pages of the previous iteration, and swaps in pages to read."""
@@ -117,7 +117,9 @@ def test_pages_go_out_and_come_back_whatever_the_order(
             if not copier.swap_ins_outstanding:
                 for page, value in arriving.items():
                     moved = memory.device_arena[:, page]
-                    assert bool((moved == value).all()), "arrived before it was there"
+                    assert bool((moved == value).all()), (
+                        "the swap-in was reported before it had finished"
+                    )
             copier.wait_layer(layer)
             for page, value in fresh.items():
                 memory.write(layer, page, value)
@@ -130,7 +132,9 @@ def test_pages_go_out_and_come_back_whatever_the_order(
             kind, page, host_page, value = outstanding.pop(copy_id)
             if kind == "out":
                 found = memory.host_arena[:, host_page]
-                assert bool((found == value).all()), "reported before it was there"
+                assert bool((found == value).all()), (
+                    "the swap-out was reported before it had finished"
+                )
                 on_host[host_page] = value
                 free_device.append(page)
             else:
@@ -156,7 +160,7 @@ def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch)
     copier.submit([], [SwapOut(1, 0, 0, SIZE)])
     deadline = time.monotonic() + WAIT_SECONDS
     while len(gate.queue) < 3:  # an event to wait for, a layer, an event
-        assert time.monotonic() < deadline, "the worker gave nothing to its stream"
+        assert time.monotonic() < deadline, "the worker launched nothing on its stream"
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
     copier.launch_rest()
@@ -211,7 +215,7 @@ def test_swap_ins_are_launched_a_little_ahead_of_the_compute(
     copier.close()
 
 
-def test_a_swap_in_that_cannot_be_launched_is_told_to_whoever_waits(
+def test_a_swap_in_that_cannot_be_launched_is_raised_by_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copier_module, "LAYERS_AHEAD", 1)
@@ -230,7 +234,7 @@ def test_a_swap_in_that_cannot_be_launched_is_told_to_whoever_waits(
     copier.close()
 
 
-def test_with_nothing_outstanding_nothing_is_waited_for() -> None:
+def test_waits_return_at_once_without_outstanding_copies() -> None:
     streams = FakeStreams(0)
     copier = CudaCopier(StreamedMemory(streams), streams)
     assert copier.poll() == copier.wait_any() == ()
@@ -238,7 +242,7 @@ def test_with_nothing_outstanding_nothing_is_waited_for() -> None:
     copier.close()
 
 
-def test_an_error_of_the_worker_is_raised_where_somebody_waits() -> None:
+def test_an_error_of_the_worker_is_raised_by_the_wait() -> None:
     streams = FakeStreams(0)
     memory = StreamedMemory(streams)
     memory.failing = True
@@ -253,7 +257,7 @@ def test_an_error_of_the_worker_is_raised_where_somebody_waits() -> None:
     copier.close()
 
 
-def test_a_reporter_in_another_thread_hears_of_swap_outs() -> None:
+def test_finished_swap_outs_are_reported_to_another_thread() -> None:
     streams = FakeStreams(3)
     copier = CudaCopier(StreamedMemory(streams), streams)
     heard: list[int] = []

@@ -15,7 +15,9 @@ from pensieve.model.kv.host_arena import node_of
 CPU = torch.device("cpu")
 
 
-def test_it_is_memory_that_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arena_is_page_aligned_locked_by_layer_and_unlocked_after_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     locked: list[tuple[int, int]] = []
     unlocked: list[int] = []
 
@@ -27,7 +29,7 @@ def test_it_is_memory_that_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(host_arena, "_unregister", unlocked.append)
     arena = host_arena.allocate(3, 8192, CPU)
     begin = arena.data_ptr()
-    assert locked == [(begin + 8192 * i, 8192) for i in range(3)], "a layer is a piece"
+    assert locked == [(begin + 8192 * i, 8192) for i in range(3)], "each layer is locked separately"
     assert begin % 4096 == 0
     arena.fill_(7)
     view = arena.view(2, -1)
@@ -51,7 +53,9 @@ def test_layers_that_share_a_memory_page_are_registered_as_one(
     assert locked == [5000]
 
 
-def test_how_far_it_is_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locking_reports_its_progress_and_a_refusal_unlocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host_arena, "REPORTED_BYTES", 1 << 20)
     monkeypatch.setattr(host_arena, "_register", lambda address, num_bytes: 0)
     unlocked: list[int] = []
@@ -66,15 +70,15 @@ def test_how_far_it_is_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(DeviceError, match=r"refuses to lock.*returned 2.*--host-cache.*ulimit -l"):
         host_arena.allocate(4, 1 << 20, CPU)
     gc.collect()
-    assert len(unlocked) == 2, "what was locked before is given back"
+    assert len(unlocked) == 2, "layers that were already locked must be unlocked"
 
 
-def test_more_than_there_is_says_so() -> None:
+def test_an_arena_larger_than_memory_is_refused() -> None:
     with pytest.raises(DeviceError, match="--host-cache"):
         host_arena.allocate(1 << 20, 1 << 42, CPU)
 
 
-def test_the_node_of_a_device(tmp_path: Path) -> None:
+def test_the_numa_node_of_a_device_is_found(tmp_path: Path) -> None:
     for address, written in (("0000:1b:00.0", "1\n"), ("0000:1c:00.0", "-1\n")):
         (tmp_path / address).mkdir()
         (tmp_path / address / "numa_node").write_text(written)
@@ -83,7 +87,7 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
     assert node_of("0000:ff:00.0", tmp_path) is None
 
 
-def test_pages_may_be_asked_of_a_node() -> None:
+def test_pages_can_be_allocated_on_a_numa_node() -> None:
     """On any machine, memory is allocated, and the preference for a node is reset afterwards."""
     with host_arena._preferring(0):
         assert bytearray(1 << 20)[-1] == 0

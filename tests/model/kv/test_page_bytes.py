@@ -40,7 +40,9 @@ def memory_of(kv_dtype: str, dtype: torch.dtype, seed: int) -> KVMemory:
         ("fp8", torch.bfloat16),
     ],
 )
-def test_what_is_read_here_and_written_there_is_the_same(kv_dtype: str, dtype: torch.dtype) -> None:
+def test_page_bytes_read_from_one_memory_are_the_same_in_another(
+    kv_dtype: str, dtype: torch.dtype
+) -> None:
     here, there = (memory_of(kv_dtype, dtype, seed) for seed in (1, 2))
     source, target = PageBytes(here, None), PageBytes(there, None)
     before = there.host_arena.clone()
@@ -58,7 +60,7 @@ def test_what_is_read_here_and_written_there_is_the_same(kv_dtype: str, dtype: t
     assert torch.equal(raw[:, [0, 2, 3, 4]], before_raw[:, [0, 2, 3, 4]])
 
 
-def test_a_page_on_the_host_is_compared_with_what_was_copied_there(
+def test_a_host_page_is_checked_by_the_checksum_of_its_copy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = memory_of("auto", torch.float32, 1)
@@ -72,10 +74,10 @@ def test_a_page_on_the_host_is_compared_with_what_was_copied_there(
         crc = zlib.crc32(pages.read([KvPlace(True, 3, num_slots)]))
         with caplog.at_level(logging.WARNING):
             assert not pages.is_intact(KvPlace(True, 3, num_slots), crc)
-    assert pages.is_intact(KvPlace(False, 3, 8), 0), "pages of the device have no sums"
+    assert pages.is_intact(KvPlace(False, 3, 8), 0), "device pages have no checksums"
 
 
-def test_what_arrived_is_known_by_the_sum_that_came_with_it() -> None:
+def test_a_received_page_is_checked_by_the_checksum_sent_with_it() -> None:
     memory = memory_of("auto", torch.float32, 1)
     checksums = PageChecksums(memory.host_arena)
     pages = PageBytes(memory, checksums)

@@ -213,12 +213,12 @@ def rehearse(seed: int, kind: Plant = StagedStreamer) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_passes_and_swaps_keep_their_order_whatever_the_streams_do(seed: int) -> None:
+def test_passes_and_swaps_are_correct_in_any_stream_order(seed: int) -> None:
     rehearse(seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_pass_that_was_given_up_does_not_disturb_the_next(seed: int) -> None:
+def test_an_abandoned_pass_does_not_affect_the_next_one(seed: int) -> None:
     rehearse_after_a_failure(seed)
 
 
@@ -333,7 +333,7 @@ def test_on_a_cpu_arenas_are_loaded_and_stored_in_order() -> None:
     for layer in range(NUM_LAYERS):
         expected[layer, 0, :, :, 2] = 1000.0 + 2 * layer
         expected[layer, 1, :, :, 1] = 1001.0 + 2 * layer
-    assert torch.equal(memory.host_arena, expected), "what was stored, and nothing else"
+    assert torch.equal(memory.host_arena, expected), "only the stored slots may change"
     streamer.wait_stored()
     streamer.close()
 
@@ -370,12 +370,12 @@ def begun_and_loaded(streamer: StagedStreamer) -> None:
     streamer.wait_loaded(0)
 
 
-def test_a_page_that_is_not_there_is_a_device_error() -> None:
+def test_a_missing_page_is_a_device_error() -> None:
     with pytest.raises(DeviceError, match="outside the arena"):
         streamers()[0][1].begin(one_page(99))
 
 
-def test_steps_come_in_their_order_and_a_pass_ends_with_the_last() -> None:
+def test_steps_of_a_pass_out_of_order_are_refused() -> None:
     for _, streamer in streamers():
         streamer.begin(one_page())
         with pytest.raises(AssertionError, match="already running"):
@@ -405,7 +405,7 @@ def sliced(attempt_id: int, table: list[int]) -> Slice:
     return Slice(attempt_id, stop - 1, stop, array("I", [7]), array("i", table))
 
 
-def test_tables_of_groups_become_host_pages_and_others_stay() -> None:
+def test_page_tables_of_groups_are_translated_to_host_pages() -> None:
     nothing = array("i", [0] * 4)
     groups = (
         PageGroup(1, 3, array("i", [10, 30, 20, 40]), nothing, nothing),

@@ -27,11 +27,11 @@ SECRET = b"a secret of all machines"
 HERE = described("cpu", "f1", "/models/here", 0, 2)
 
 
-def there(**changes: object) -> RankIdentity:
+def other_identity(**changes: object) -> RankIdentity:
     return HERE._replace(folder="/models/there", **changes)  # type: ignore[arg-type]
 
 
-class Both:
+class HandshakeResults:
     """The results of both sides of a handshake."""
 
     def __init__(self, ranks_secret: bytes, arrival: RankIdentity) -> None:
@@ -57,10 +57,10 @@ class Both:
         sock.close()
 
 
-def test_a_rank_with_the_secret_and_the_same_of_everything_is_accepted() -> None:
-    both = Both(SECRET, there(num_threads=7))
+def test_a_rank_with_the_secret_and_the_same_settings_is_accepted() -> None:
+    both = HandshakeResults(SECRET, other_identity(num_threads=7))
     assert (both.why_refused, both.why_left) == ("", "")
-    assert both.accepted == there(num_threads=7)
+    assert both.accepted == other_identity(num_threads=7)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,20 @@ def test_a_rank_with_the_secret_and_the_same_of_everything_is_accepted() -> None
 def test_a_rank_with_other_settings_gets_the_reason_for_its_refusal(
     changes: dict[str, object], why: str
 ) -> None:
-    both = Both(SECRET, there(**changes))
+    both = HandshakeResults(SECRET, other_identity(**changes))
     assert both.accepted is None
     assert why in both.why_refused
     assert why in both.why_left
 
 
 def test_a_peer_without_the_secret_learns_nothing_and_is_refused() -> None:
-    both = Both(b"another secret altogether", there())
+    both = HandshakeResults(b"another secret altogether", other_identity())
     assert both.accepted is None
     assert "does not know the secret" in both.why_refused
     assert "perhaps its secret differs" in both.why_left
 
 
-def test_rank_0_has_to_know_the_secret_too() -> None:
+def test_rank_0_must_prove_the_secret_too() -> None:
     """A false rank 0 that accepts any proof has no proof itself, and echoes what it received."""
     ours, theirs = socket.socketpair()
     pipe = RankPipe(ours)
@@ -104,10 +104,10 @@ def test_rank_0_has_to_know_the_secret_too() -> None:
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(RankRefused, match="does not know the secret"):
-        present(RankPipe(theirs, FRAME_BYTES_MAX), SECRET, there())
+        present(RankPipe(theirs, FRAME_BYTES_MAX), SECRET, other_identity())
     thread.join()
     theirs.close()
-    assert pipe.receive() is None, "it was sent nothing of the rank"
+    assert pipe.receive() is None, "the rank must send nothing to a false rank 0"
     ours.close()
 
 
@@ -125,11 +125,11 @@ def frame(head: bytes, body: bytes = b"") -> bytes:
         frame(b"{}"),
         frame(json.dumps(["proof", ["no", "values"]]).encode()),
         frame(json.dumps(["proof", {"nonce": "zz", "mac": "zz"}]).encode()),
-        frame(json.dumps(["arrival", there()._asdict()]).encode()),
+        frame(json.dumps(["arrival", other_identity()._asdict()]).encode()),
         b"",
     ],
 )
-def test_whatever_else_comes_is_refused(sent: bytes) -> None:
+def test_invalid_handshake_bytes_are_refused(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(sent)
     theirs.shutdown(socket.SHUT_WR)
@@ -140,7 +140,7 @@ def test_whatever_else_comes_is_refused(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
-def test_a_frame_has_so_many_bytes_and_no_more(
+def test_a_frame_above_the_size_limit_is_refused(
     is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger has a lower limit than a trusted rank. A longer frame is not read, even if it is valid."""
@@ -158,7 +158,7 @@ def test_a_frame_has_so_many_bytes_and_no_more(
         ours.close()
 
 
-def elsewhere(num_ranks: int, seconds: float = 60.0) -> RemoteRanks:
+def remote_ranks(num_ranks: int, seconds: float = 60.0) -> RemoteRanks:
     return RemoteRanks(num_ranks, "127.0.0.1", 0, SECRET, HERE, seconds)
 
 
@@ -180,10 +180,12 @@ class Visitors:
             sock.close()
 
 
-def visited(num_ranks: int, visits: Callable[[Visitors], None]) -> tuple[list[str], list[str]]:
+def ranks_after_visits(
+    num_ranks: int, visits: Callable[[Visitors], None]
+) -> tuple[list[str], list[str]]:
     """Return the ranks in their order (host and device index of each), and the reported lines."""
     lines: list[str] = []
-    arrivals = Arrivals(elsewhere(num_ranks), lines.append)
+    arrivals = Arrivals(remote_ranks(num_ranks), lines.append)
     visitors = Visitors(arrivals.address)
     thread = threading.Thread(target=visits, args=(visitors,))
     thread.start()
@@ -195,12 +197,12 @@ def visited(num_ranks: int, visits: Callable[[Visitors], None]) -> tuple[list[st
     return [f"{each.arrival.host}/{each.arrival.device_index}" for each in found], lines
 
 
-def test_ranks_of_a_machine_are_neighbours_in_whatever_order_they_come() -> None:
+def test_ranks_of_a_machine_are_neighbours_in_any_order_of_arrival() -> None:
     def visits(visitors: Visitors) -> None:
         for host, index in (("b", 1), ("a", 1), ("b", 0), ("a", 0)):
-            visitors.come(there(host=host, device_index=index))
+            visitors.come(other_identity(host=host, device_index=index))
 
-    found, lines = visited(4, visits)
+    found, lines = ranks_after_visits(4, visits)
     assert found == ["a/0", "a/1", "b/0", "b/1"]
     assert lines[1:] == [
         "b connected: 1 of 4",
@@ -210,14 +212,14 @@ def test_ranks_of_a_machine_are_neighbours_in_whatever_order_they_come() -> None
     ]
 
 
-def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
+def test_a_rank_that_disconnects_is_awaited_again() -> None:
     def visits(visitors: Visitors) -> None:
-        visitors.come(there(host="a")).close()
+        visitors.come(other_identity(host="a")).close()
         with pytest.raises(RankRefused):
-            visitors.come(there(host="x"), b"not the secret at all")
-        visitors.come(there(host="b"))
+            visitors.come(other_identity(host="x"), b"not the secret at all")
+        visitors.come(other_identity(host="b"))
         gone.wait(60)
-        visitors.come(there(host="c"))
+        visitors.come(other_identity(host="c"))
 
     gone = threading.Event()
 
@@ -228,7 +230,7 @@ def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
                 gone.set()
 
     lines = Noting()
-    arrivals = Arrivals(elsewhere(2), lines.append)
+    arrivals = Arrivals(remote_ranks(2), lines.append)
     visitors = Visitors(arrivals.address)
     thread = threading.Thread(target=visits, args=(visitors,))
     thread.start()
@@ -242,10 +244,10 @@ def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
     visitors.close()
 
 
-def test_who_is_missing_is_in_the_error() -> None:
-    arrivals = Arrivals(elsewhere(3, 2.0), lambda line: None)
+def test_the_error_names_the_missing_ranks() -> None:
+    arrivals = Arrivals(remote_ranks(3, 2.0), lambda line: None)
     visitors = Visitors(arrivals.address)
-    thread = threading.Thread(target=visitors.come, args=(there(host="host-b"),))
+    thread = threading.Thread(target=visitors.come, args=(other_identity(host="host-b"),))
     thread.start()
     with pytest.raises(
         DeviceError,
@@ -253,22 +255,22 @@ def test_who_is_missing_is_in_the_error() -> None:
     ):
         arrivals.wait()
     thread.join()
-    assert visitors.sockets[0].recv(1) == b"", "it is let go"
+    assert visitors.sockets[0].recv(1) == b"", "the connection must be closed"
     visitors.sockets[0].close()
 
 
-def test_an_address_is_of_one_interface() -> None:
+def test_a_rank_address_must_name_one_interface() -> None:
     assert split_address("10.0.0.5:5000") == ("10.0.0.5", 5000)
     assert split_address("[fd00::5]:5000") == ("fd00::5", 5000)
     for wrong in ("0.0.0.0:5000", "[::]:5000", "10.0.0.5", ":5000", "10.0.0.5:x"):
         with pytest.raises(ConfigError, match="--rank-address"):
             split_address(wrong)
-    there_is_none = elsewhere(1)._replace(host="192.0.2.7")
+    there_is_none = remote_ranks(1)._replace(host="192.0.2.7")
     with pytest.raises(ConfigError, match=r"--rank-address 192.0.2.7:0"):
         Arrivals(there_is_none, lambda line: None)
 
 
-def test_keys_are_those_of_all_ranks_until_one_of_them_ends() -> None:
+def test_ranks_share_keys_until_one_of_them_ends() -> None:
     keys = Keys()
     one, other = RankStore(keys.answer), RankStore(keys.answer)
     one.set("a/0", bytes(range(256)))

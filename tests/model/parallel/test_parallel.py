@@ -170,7 +170,9 @@ def traffic(world: World, seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
-def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
+def test_two_ranks_sample_the_same_tokens_as_one(
+    family: str, folder_of: FolderOf, loaded: Loaded
+) -> None:
     """The models have grouped heads or experts, and pages move in every way."""
     folder, model = folder_of(family), loaded(family)
     plain = plain_model(folder)
@@ -190,7 +192,7 @@ def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, load
                 assert largest_gap(plain, shared) <= GAP_MAX
 
 
-def test_two_ranks_stream_the_turns_that_one_rank_streams(
+def test_two_ranks_stream_turns_with_the_same_tokens_as_one(
     folder_of: FolderOf, loaded: Loaded
 ) -> None:
     """Each rank has its own arenas, for its own heads. There are more groups than arenas."""
@@ -220,9 +222,7 @@ def _next(turn: Turn) -> tuple[Turn, int, int, bool]:
     return turn, len(turn.tokens) - 1, len(turn.tokens), True
 
 
-def test_each_rank_keeps_fp8_by_scales_of_its_own_heads(
-    folder_of: FolderOf, tmp_path: Path
-) -> None:
+def test_each_rank_uses_fp8_scales_of_its_own_heads(folder_of: FolderOf, tmp_path: Path) -> None:
     """A single rank would choose the same scales for these heads. Pages move between both tiers."""
     plain = plain_model(folder_of("mistral"))
     group = plain.config.num_attention_heads // plain.config.num_key_value_heads
@@ -297,7 +297,7 @@ class Replayer(Recorder):
 
     def __init__(self, own: Executor, recorded: Recorder) -> None:
         super().__init__(own)
-        assert own.depth == 1, "it waits by iterations of its own"
+        assert own.depth == 1, "the replaying executor must have depth 1"
         self._recorded = recorded
         self._unreported: set[int] = set()
 
@@ -371,7 +371,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def comes_true(holds: Callable[[], bool]) -> bool:
+def becomes_true(holds: Callable[[], bool]) -> bool:
     """Wait until `holds` is true. Return False only if that takes too long."""
     limit = time.monotonic() + WAIT_SECONDS
     while not holds() and time.monotonic() < limit:
@@ -380,10 +380,10 @@ def comes_true(holds: Callable[[], bool]) -> bool:
 
 
 def ends(pid: int) -> bool:
-    return comes_true(lambda: not alive(pid))
+    return becomes_true(lambda: not alive(pid))
 
 
-def test_a_copy_is_reported_when_the_slowest_rank_has_it(folder_of: FolderOf) -> None:
+def test_a_copy_is_reported_when_the_slowest_rank_has_finished_it(folder_of: FolderOf) -> None:
     with parallel_world(folder_of("mistral")) as world:
         turn = world.turn(8)
         world.step((turn, 0, 8, True))
@@ -397,7 +397,7 @@ def test_a_copy_is_reported_when_the_slowest_rank_has_it(folder_of: FolderOf) ->
         )
         waiting.start()
         copied = world.memory.host_arena[:, 0]
-        assert comes_true(lambda: not bool(copied.isnan().any())), "rank 0 does not copy"
+        assert becomes_true(lambda: not bool(copied.isnan().any())), "rank 0 does not copy"
         waiting.join(0.3)
         assert finished == []
         os.kill(pid, signal.SIGCONT)
@@ -421,11 +421,11 @@ def test_a_worker_that_dies_is_a_device_error(
         monkeypatch.setattr(world.own, "launch", launched.append)
         with pytest.raises(DeviceError, match="rank 1 ended"):
             world.executor.launch(Iteration(9, ()))
-        assert launched == [], "rank 0 waits for nobody in a collective"
+        assert launched == [], "rank 0 must not wait for the dead rank in a collective"
         assert not alive(pid)
 
 
-def test_a_worker_that_fails_says_why(folder_of: FolderOf) -> None:
+def test_the_error_names_the_reason_of_a_failed_worker(folder_of: FolderOf) -> None:
     """A page does not exist, so the worker's copier fails. Rank 0 raises an error with the reason."""
     with parallel_world(folder_of("mistral")) as world:
         (pid,) = world.leader.pids
@@ -457,7 +457,7 @@ def test_workers_end_with_rank_0(folder_of: FolderOf) -> None:
     assert ends(pid)
 
 
-def test_what_cannot_be_divided_is_refused_before_anything_starts(
+def test_a_model_that_cannot_be_divided_is_refused_before_ranks_start(
     folder_of: FolderOf, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match="its 1 KV heads"):
@@ -479,7 +479,7 @@ def sent(iteration: Iteration, with_tokens: bool = False) -> Iteration:
     return got
 
 
-def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
+def test_a_packed_iteration_contains_everything_except_token_ids() -> None:
     tokens = array("I", range(9))
     iteration = Iteration(
         3,
@@ -514,7 +514,7 @@ def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
     assert sent(Iteration(4, ())) == Iteration(4, ())
 
 
-def test_a_worker_whose_host_page_has_changed_fails(loaded: Loaded) -> None:
+def test_a_worker_with_a_corrupted_host_page_fails(loaded: Loaded) -> None:
     """The worker cannot have the page recomputed by itself, so all ranks restart."""
     model = loaded("llama-gqa")
     memory = KVMemory(model.shape, 8, 8, CHUNK_TOKENS)
@@ -533,7 +533,7 @@ def test_a_worker_whose_host_page_has_changed_fails(loaded: Loaded) -> None:
     theirs.close()
 
 
-def test_a_copy_is_finished_when_it_is_on_every_rank() -> None:
+def test_a_copy_is_finished_when_every_rank_has_reported_it() -> None:
     tally = Tally(3)
     assert tally.take(wait=True) == ()  # with nothing outstanding, the call returns at once
     tally.add([4, 5])

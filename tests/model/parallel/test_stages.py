@@ -52,7 +52,7 @@ def ranges(num_layers: int, num_stages: int, head_layers: float) -> list[tuple[i
     ]
 
 
-def test_layers_are_divided_by_what_each_stage_has_to_read() -> None:
+def test_layers_are_divided_by_the_bytes_that_each_stage_reads() -> None:
     assert ranges(4, 1, 9) == [(0, 4)]
     assert ranges(4, 2, 0) == [(0, 2), (2, 4)]
     assert ranges(7, 3, 0) == [(0, 2), (2, 4), (4, 7)]  # 2, 2 and 3 layers, in any order
@@ -120,7 +120,9 @@ def pieces(tokens: list[int], cuts: list[int]) -> list[Slice]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "gemma", "qwen3-moe", "gpt-neox"])
-def test_two_stages_compute_what_the_whole_model_computes(family: str, folder_of: FolderOf) -> None:
+def test_two_stages_compute_the_same_logits_as_the_whole_model(
+    family: str, folder_of: FolderOf
+) -> None:
     """Families differ in tied embeddings, position tables, embedding factors, experts and norms."""
     folder = folder_of(family)
     parts = InOneProcess(folder, 2)
@@ -133,7 +135,7 @@ def test_two_stages_compute_what_the_whole_model_computes(family: str, folder_of
         assert float((row - expected).abs().max()) <= GAP_MAX * span
 
 
-def test_a_stage_loads_its_own_layers_and_nothing_else(tmp_path: Path) -> None:
+def test_a_stage_loads_only_its_own_layers(tmp_path: Path) -> None:
     for kind, copies in (("deep", 0), ("deep-tied", 1)):
         folder = save_tiny(DEEP[kind](), tmp_path / kind)
         whole = load(folder)
@@ -148,7 +150,7 @@ def test_a_stage_loads_its_own_layers_and_nothing_else(tmp_path: Path) -> None:
         }
 
 
-def test_layers_whose_number_matters_are_not_divided() -> None:
+def test_a_model_that_depends_on_layer_numbers_is_not_divided() -> None:
     class Layer(torch.nn.Module):
         def __init__(self, number: int) -> None:
             super().__init__()
@@ -250,7 +252,7 @@ def watched(executor: StagedExecutor) -> list[int]:
     return deepest
 
 
-def test_constraints_seeds_and_logprobs_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_stages_apply_constraints_seeds_and_logprobs_like_one_rank(tmp_path: Path) -> None:
     """Rank 0 has everything that is needed to draw a token, as without stages."""
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep-tied")
     said = []
@@ -265,9 +267,7 @@ def test_constraints_seeds_and_logprobs_are_those_of_one_rank(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num_shards", ["1", "2"])
-def test_stages_keep_fp8_by_the_scales_that_the_whole_model_has(
-    tmp_path: Path, num_shards: str
-) -> None:
+def test_stages_use_the_fp8_scales_of_the_whole_model(tmp_path: Path, num_shards: str) -> None:
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
     whole = load(folder, kv_dtype="fp8").shape.kv_exponents
     settings = {"kv_dtype": "fp8", "tensor_parallel": num_shards, "pipeline_stages": "2"}
@@ -320,7 +320,7 @@ def test_a_dead_stage_ends_the_engine(tmp_path: Path, victim: int) -> None:
                 assert runtime.engine.step()
 
 
-def test_stages_that_cannot_be_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_invalid_stages_are_refused_at_the_start(tmp_path: Path) -> None:
     folder, data = write_model(tmp_path / "model", QWEN_2_5, "deep"), tmp_path / "data"
     with pytest.raises(UnsupportedModel, match="it has 5 layers, so use at most 5 stages"):
         started(folder, data, pipeline_stages="6")

@@ -46,7 +46,7 @@ def test_rows_ahead_and_others_share_a_batch() -> None:
     assert sampler.draw(logits, rows, newest).read() == expected
 
 
-def test_a_row_ahead_without_newest_ids_is_a_mistake() -> None:
+def test_a_row_ahead_without_newest_ids_is_an_error() -> None:
     turn = make_turn(Sampling(presence_penalty=1.0))
     with pytest.raises(AssertionError, match="newest_ids are missing"):
         Sampler(5).draw(torch.zeros(1, 5), [Row(turn, len(turn.tokens) + 1)])

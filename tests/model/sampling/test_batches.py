@@ -26,7 +26,7 @@ from tests.model.sampling.world import (
 
 
 @pytest.mark.parametrize("vocab_size", [37, 1003])
-def test_no_row_depends_on_who_shares_the_batch(vocab_size: int) -> None:
+def test_no_row_depends_on_other_rows_in_the_batch(vocab_size: int) -> None:
     """A row alone, shuffled, among NaN rows, or in small passes: every bit of its logprob is equal."""
     rng = random.Random(vocab_size)
     options = list(OPTIONS.values())
@@ -59,7 +59,7 @@ def test_no_row_depends_on_who_shares_the_batch(vocab_size: int) -> None:
             assert answers[at] == (None if at in broken else together[n])
 
 
-def test_small_passes_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_passes_give_the_same_result_as_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = make_logits(len(OPTIONS), 50)
 
     def turns() -> list[TurnLog]:
@@ -74,7 +74,7 @@ def test_small_passes_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) 
         assert Sampler(50).sample(logits, turns()) == whole
 
 
-def test_the_number_of_threads_changes_nothing() -> None:
+def test_the_number_of_threads_does_not_change_the_result() -> None:
     logits = make_logits(3, 40_000)
     turns = [make_turn(Sampling(temperature=2.0, seed=n, logprobs=2)) for n in range(3)]
     num_threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def test_enormous_finite_logits_are_not_taken_for_infinite_ones() -> None:
     assert token_of([-3.4e38, -3.3e38], Sampling(repetition_penalty=100.0), context=[1]) == 0
 
 
-def test_columns_beyond_the_vocabulary_are_never_looked_at() -> None:
+def test_columns_beyond_the_vocabulary_are_ignored() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0, 99.0, math.nan]])
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=3, logprobs=5)):
         (sampled,) = Sampler(3).sample(logits, [make_turn(sampling)])
@@ -116,7 +116,7 @@ def test_columns_beyond_the_vocabulary_are_never_looked_at() -> None:
         assert all(each.token_id < 3 for each in sampled.top_logprobs)
 
 
-def test_ids_that_the_logits_lack_are_left_alone() -> None:
+def test_token_ids_beyond_the_logits_are_ignored() -> None:
     sampling = Sampling(
         repetition_penalty=2.0,
         frequency_penalty=1.0,
@@ -128,7 +128,7 @@ def test_ids_that_the_logits_lack_are_left_alone() -> None:
     assert Sampler(1000).sample(torch.tensor([[1.0, 2.0]]), [turn]) == [SampledToken(0, 1)]
 
 
-def test_bfloat16_logits_give_what_their_float32_values_give() -> None:
+def test_bfloat16_logits_give_the_same_result_as_their_float32_values() -> None:
     logits = make_logits(len(OPTIONS), 64).bfloat16()
     turns = [make_turn(replace(each, logprobs=2), reply=[4]) for each in OPTIONS.values()]
     assert Sampler(64).sample(logits, turns) == Sampler(64).sample(logits.float(), turns)

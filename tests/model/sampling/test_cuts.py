@@ -38,7 +38,7 @@ def test_top_k_larger_than_the_vocabulary_keeps_everything() -> None:
     assert tokens_drawn(row, Sampling(temperature=1.0, top_k=4)) == {0, 1, 2, 3}
 
 
-def test_of_equal_tokens_top_k_keeps_those_of_lowest_id() -> None:
+def test_top_k_keeps_the_lowest_ids_among_equal_tokens() -> None:
     assert tokens_drawn([0.0] * 9, Sampling(temperature=1.0, top_k=2)) == {0, 1}
     assert tokens_drawn([0.0, 1.0, 1.0, 1.0, 0.0], Sampling(temperature=1.0, top_k=2)) == {1, 2}
 
@@ -57,7 +57,7 @@ def test_min_p_is_relative_to_the_likeliest_token() -> None:
     assert tokens_drawn(row, Sampling(temperature=1.0, min_p=0.245)) == {0, 1, 2}
 
 
-def test_top_n_sigma_keeps_what_is_near_the_largest_logit_whatever_the_temperature() -> None:
+def test_top_n_sigma_keeps_tokens_near_the_largest_logit_at_any_temperature() -> None:
     row = [4.0, 3.0, 1.9, 0.0]  # the standard deviation is 1.479
     deviation = statistics.pstdev(row)
     for temperature in (0.5, 8.0):
@@ -83,7 +83,7 @@ def test_top_n_sigma_does_not_count_tokens_that_cannot_be_drawn() -> None:
     assert tokens_drawn([1.0, 1.0], Sampling(temperature=1.0, top_n_sigma=0.1)) == {0, 1}
 
 
-def test_top_n_sigma_of_one_turn_cuts_nothing_of_another() -> None:
+def test_top_n_sigma_of_one_turn_does_not_affect_another() -> None:
     rows = torch.tensor([[4.0, 3.0, 1.9, 0.0]]).expand(400, 4)
     turns = [
         make_turn(Sampling(temperature=8.0, top_n_sigma=0.5 * (n % 2)), context=[0] * (n + 1))
@@ -95,7 +95,7 @@ def test_top_n_sigma_of_one_turn_cuts_nothing_of_another() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-30, 1e-9])
-def test_a_tiny_temperature_is_greedy_and_overflows_nowhere(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> None:
     row = [3e38, -3e38, 3.1e38, 0.0]
     assert tokens_drawn(row, Sampling(temperature=temperature), num_draws=20) == {2}
     assert tokens_drawn([5.0, 5.0, 4.0], Sampling(temperature=temperature)) == {0, 1}

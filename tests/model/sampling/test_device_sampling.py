@@ -16,7 +16,7 @@ from tests.model.sampling.world import make_logits, make_row, make_turn, make_tu
 
 
 @pytest.mark.parametrize("vocab_size", [100, 255, 256, 257, 1000])
-def test_a_device_that_is_never_asked_draws_the_same(
+def test_sampling_without_reads_from_the_device_draws_the_same_tokens(
     vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = make_logits(len(make_turns()), vocab_size, seed=6).bfloat16()
@@ -31,7 +31,7 @@ def test_a_device_that_is_never_asked_draws_the_same(
 
 
 @pytest.mark.parametrize(("top_k", "width"), [(1, 256), (256, 256), (257, 999), (0, 999)])
-def test_a_row_is_looked_at_as_widely_as_it_may_take(top_k: int, width: int) -> None:
+def test_the_searched_width_covers_all_tokens_that_a_row_may_keep(top_k: int, width: int) -> None:
     sampling = Sampling(temperature=9.0, top_k=top_k)
     assert draw_module._width_surely_enough(sampling, 999) == width
     answers = draw_module._draw_from_head(make_logits(1, 999), [make_row(sampling)], width)

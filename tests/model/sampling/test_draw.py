@@ -63,7 +63,7 @@ def expected_token(row: torch.Tensor, turn: TurnLog) -> int:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_draws_what_transformers_probabilities_say(name: str) -> None:
+def test_every_option_draws_by_the_probabilities_of_transformers(name: str) -> None:
     """60 turns share a batch. Each token equals the token drawn from the processors' distribution."""
     logits = make_logits(MANY, 120, seed=len(name))
     rng = random.Random(name)
@@ -105,7 +105,7 @@ def test_a_token_beyond_the_256_likeliest_is_drawn_like_any_other(sampling: Samp
     ]
 
 
-def test_how_many_tokens_are_looked_at_first_changes_nothing(
+def test_the_width_of_the_head_does_not_change_the_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits that are rounded to bfloat16 are often equal, also at the boundary of each first part."""
@@ -120,7 +120,7 @@ def test_how_many_tokens_are_looked_at_first_changes_nothing(
         assert Sampler(600).sample(logits, turns) == wide, widths
 
 
-def test_the_first_look_decides_wherever_the_tokens_kept_end_within_it() -> None:
+def test_the_head_decides_the_draw_if_it_contains_all_kept_tokens() -> None:
     values = make_logits(4, 5000, seed=1)
     values[:, 7] = 20.0
     decided = [
@@ -150,7 +150,7 @@ def test_the_first_look_decides_wherever_the_tokens_kept_end_within_it() -> None
         ((2**31 - 1, 2**31 - 1), [1, 62]),
     ],
 )
-def test_the_ends_and_the_middle_of_the_random_number_choose_exactly(
+def test_extreme_and_middle_random_numbers_choose_the_exact_token(
     monkeypatch: pytest.MonkeyPatch, limbs: tuple[int, int], expected: list[int]
 ) -> None:
     """2 equal tokens, and 63 almost equal tokens whose weights almost overflow."""

@@ -41,7 +41,7 @@ def test_zero_alternatives_report_the_sampled_token_only() -> None:
     assert sample_one([0.0, 0.0], make_turn(Sampling())) == SampledToken(0, 0)
 
 
-def test_more_alternatives_than_tokens_report_what_there_is_and_nothing_impossible() -> None:
+def test_more_alternatives_than_tokens_report_only_possible_tokens() -> None:
     sampling = Sampling(logprobs=20, min_tokens=1, stop_token_ids=(1,))
     sampled = sample_one([0.0, 5.0, 0.0], make_turn(sampling))
     assert [each.token_id for each in sampled.top_logprobs] == [0, 2]

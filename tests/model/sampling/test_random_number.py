@@ -44,7 +44,7 @@ def test_the_random_number_depends_on_all_bits_of_seed_and_position() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 1000, 151_936, 2**20])
-def test_the_weights_of_a_row_sum_to_less_than_the_scaling_can_bear(vocab_size: int) -> None:
+def test_the_sum_of_a_rows_weights_does_not_overflow_the_scaling(vocab_size: int) -> None:
     assert 2**60 <= vocab_size * 2 ** draw_module._weight_bits(vocab_size) < 2**62
 
 

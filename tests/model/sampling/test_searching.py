@@ -64,7 +64,7 @@ CUTS = [
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 37, 513, 3000])
 @pytest.mark.parametrize("rounded", [False, True])
-def test_it_draws_what_sorting_draws(vocab_size: int, rounded: bool) -> None:
+def test_searching_draws_the_same_tokens_as_sorting(vocab_size: int, rounded: bool) -> None:
     """Every combination of cuts. With `rounded`, many logits are equal, as in bfloat16."""
     values = make_logits(3 * len(CUTS), vocab_size, seed=vocab_size)
     if rounded:
@@ -82,7 +82,7 @@ def test_neither_the_order_of_threads_nor_the_rest_of_the_batch_matters() -> Non
         assert searched(values[n : n + 1], rows[n : n + 1]) == together[n : n + 1]
 
 
-def test_rows_of_equals_of_masks_and_of_extremes() -> None:
+def test_rows_with_equal_masked_or_extreme_logits_draw_like_sorting() -> None:
     """Rows have equal logits (-0 equals 0), few unmasked ids, weights near overflow, or extreme values."""
     values = torch.stack(
         [
@@ -124,14 +124,14 @@ def test_the_largest_top_p_below_one_keeps_a_token_of_any_mass() -> None:
         assert 1 <= math.ceil(top_p * float(mass)) <= mass
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_be_strided() -> None:
     wide = torch.full((4, 50), math.nan)
     wide[:, :40] = make_logits(4, 40)
     rows = rows_of([Sampling(temperature=1.0)] * 4)
     assert searched(wide[:, :40], rows) == sorted_out(wide[:, :40].contiguous(), rows)
 
 
-def test_tables_that_do_not_fit_are_refused() -> None:
+def test_tables_and_logits_of_wrong_shape_are_refused() -> None:
     values = make_logits(2, 40)
     options = draw_module.options_of(rows_of([Sampling(temperature=1.0)]), 40)
     with pytest.raises(ValueError, match="2 rows"):
