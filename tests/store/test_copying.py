@@ -65,7 +65,7 @@ def copy(source: tuple[Path, str], target: tuple[Path, str]) -> Copied:
         return copy_history(old, new)
 
 
-def test_all_of_a_history_comes_to_postgresql_and_back(
+def test_a_history_is_unchanged_after_a_copy_to_postgresql_and_back(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "ROWS_AT_ONCE", 3)
@@ -95,7 +95,7 @@ def begin_of(store: ConversationStore) -> int:
     return running
 
 
-def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -> None:
+def test_every_column_is_copied_except_those_about_sessions_and_owners(tmp_path: Path) -> None:
     with (
         ConversationStore.open(tmp_path, "test") as store,
         writer_of(store).reading() as conn,
@@ -117,7 +117,7 @@ def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -
     assert left_behind < {name for name, _ in found}
 
 
-def test_a_target_that_has_a_history_is_not_changed(tmp_path: Path, url: str) -> None:
+def test_a_copy_to_a_target_that_has_a_history_is_refused(tmp_path: Path, url: str) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
         world(store)
@@ -145,7 +145,9 @@ def test_a_copy_replaces_the_salts_of_a_target_without_conversations(
         assert store.salt_of("acme") == salt
 
 
-def test_a_damaged_history_is_not_partly_copied(tmp_path: Path, url: str) -> None:
+def test_a_refused_copy_of_a_damaged_history_leaves_the_target_empty(
+    tmp_path: Path, url: str
+) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
         world(store)
@@ -157,7 +159,7 @@ def test_a_damaged_history_is_not_partly_copied(tmp_path: Path, url: str) -> Non
         assert store.num_conversations() == 0
 
 
-def test_a_history_that_a_daemon_has_is_not_copied(tmp_path: Path, url: str) -> None:
+def test_a_history_that_a_daemon_uses_is_not_copied(tmp_path: Path, url: str) -> None:
     with (
         ConversationStore.open(tmp_path / "data", "pensieve serve", url=url),
         pytest.raises(StoreLocked, match="in use by pensieve serve"),
@@ -167,7 +169,7 @@ def test_a_history_that_a_daemon_has_is_not_copied(tmp_path: Path, url: str) -> 
         raise AssertionError("it was opened")
 
 
-def test_the_command_says_what_it_has_done(
+def test_the_copy_command_reports_how_much_it_copied(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ("--data", str(tmp_path / "data"), "--store", url)
@@ -189,7 +191,7 @@ needs_sqlite = pytest.mark.skipif(
 
 @needs_sqlite
 @pytest.mark.parametrize("name", ["history.db", "shared/conversations.db"])
-def test_the_command_copies_to_a_shared_file_and_back(
+def test_the_copy_command_copies_to_a_shared_file_and_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     file = tmp_path / name
@@ -224,7 +226,7 @@ def test_the_command_copies_to_a_shared_file_and_back(
 
 
 @needs_sqlite
-def test_a_shared_file_is_nobodys_else_while_it_is_copied(tmp_path: Path) -> None:
+def test_a_shared_file_is_locked_while_it_is_copied(tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path / 'history.db'}"
     with opened(tmp_path, url, "pensieve copy"):
         with pytest.raises(StoreLocked, match="in use by pensieve copy, pid"):

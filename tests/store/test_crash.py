@@ -93,7 +93,7 @@ def test_no_acknowledged_turn_is_lost_or_half_written(tmp_path: Path) -> None:
     campaign(tmp_path)
 
 
-def test_nor_where_calls_share_a_commit(tmp_path: Path) -> None:
+def test_no_acknowledged_turn_is_lost_if_calls_share_a_commit(tmp_path: Path) -> None:
     campaign(tmp_path, num_threads=16)
 
 
