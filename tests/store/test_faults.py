@@ -95,7 +95,7 @@ CASES = [
     ids=["-".join(case) for case in CASES],
     indirect=["driver"],
 )
-def test_an_operation_happens_or_does_not(
+def test_an_operation_with_a_failed_statement_happens_completely_or_not_at_all(
     folder: Path, driver: Any, name: str, code: int, after: bool, lasting: bool
 ) -> None:
     act = ACTS[name]
@@ -129,7 +129,9 @@ def test_an_operation_happens_or_does_not(
     assert fault_points > 4
 
 
-def test_a_store_opens_after_every_failure_to_open(folder: Path, driver: Any) -> None:
+def test_a_store_can_be_opened_after_any_statement_of_an_open_has_failed(
+    folder: Path, driver: Any
+) -> None:
     with ConversationStore.open(folder, "test", driver=driver) as store:
         wanted = history(store)
         begun(store)

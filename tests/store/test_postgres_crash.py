@@ -144,7 +144,7 @@ def long_question(number: int) -> NewMessage:
     return user(random.Random(number).randbytes(100_000).hex(), 1)
 
 
-def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
+def test_a_full_disk_refuses_the_turn_and_keeps_the_history(
     tmp_path: Path, server: PostgresServer
 ) -> None:
     small = server.path / "small"
