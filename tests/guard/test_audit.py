@@ -52,7 +52,7 @@ def writing(path: Path) -> Iterator[AuditLog]:
 # -- the file --
 
 
-def test_each_line_is_one_object_whatever_is_quoted(tmp_path: Path) -> None:
+def test_each_audit_line_is_one_json_object_even_with_hostile_values(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     odd = 'a\nb\r\u2028\x1b[31m"}\n{"event": "forged"}'
     with writing(path) as log:
@@ -65,7 +65,7 @@ def test_each_line_is_one_object_whatever_is_quoted(tmp_path: Path) -> None:
     assert len(second["conversation_id"]) == CHARACTERS_MAX
 
 
-def test_the_file_is_its_owners_alone_and_appended_to(tmp_path: Path) -> None:
+def test_the_audit_file_is_private_and_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text('{"event": "before"}\n')
     path.chmod(0o644)
@@ -80,7 +80,7 @@ def test_the_file_is_its_owners_alone_and_appended_to(tmp_path: Path) -> None:
         AuditLog(tmp_path / "link")
 
 
-def test_a_file_that_is_moved_away_is_made_anew(tmp_path: Path) -> None:
+def test_an_audit_file_that_was_moved_away_is_created_again(tmp_path: Path) -> None:
     path, old = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
     with writing(path) as log:
         log.write("admin", number=1)
@@ -169,7 +169,7 @@ class Clock:
         return self.now
 
 
-def test_a_token_is_written_down_once_an_hour_for_each_connection(tmp_path: Path) -> None:
+def test_the_use_of_a_token_is_logged_once_an_hour_for_each_connection(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "audit.jsonl"
     with writing(path) as log:
         audit = Audit(log, clock)
@@ -181,7 +181,7 @@ def test_a_token_is_written_down_once_an_hour_for_each_connection(tmp_path: Path
     assert [each["peer"][-1] for each in lines(path)] == ["5", "6", "5", "6"]
 
 
-def test_somebody_without_a_token_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_audit_lines_about_refused_calls_are_rate_limited(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "audit.jsonl"
     with writing(path) as log:
         audit = Audit(log, clock)
@@ -212,7 +212,7 @@ def audited(tmp_path: Path) -> Iterator[tuple[DaemonRig, dict[str, str], Path]]:
         yield rig, secrets, path
 
 
-def test_deletions_operators_and_tokens_are_written_down_and_no_words(
+def test_deletions_admin_calls_and_tokens_are_logged_without_message_text(
     audited: tuple[DaemonRig, dict[str, str], Path],
 ) -> None:
     rig, secrets, path = audited
@@ -264,7 +264,7 @@ def test_deletions_operators_and_tokens_are_written_down_and_no_words(
     assert not any(secret in text for secret in (*secrets.values(), "guessed"))
 
 
-def test_a_name_with_line_breaks_makes_no_line_of_its_own(
+def test_an_id_with_line_breaks_cannot_forge_an_audit_line(
     audited: tuple[DaemonRig, dict[str, str], Path],
 ) -> None:
     rig, secrets, path = audited
@@ -279,7 +279,7 @@ def test_a_name_with_line_breaks_makes_no_line_of_its_own(
     assert not [each for each in lines(path) if each["event"] == "admin"]
 
 
-def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None:
+def test_each_reload_of_the_token_file_is_logged(tmp_path: Path) -> None:
     file, path = tmp_path / "tokens.toml", tmp_path / "audit.jsonl"
     entry = callers.new_token("a", admin=False)[1]
 
@@ -303,7 +303,7 @@ def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None
     assert [each["event"] for each in lines(path)] == ["start", "reload", "reload", "stop"]
 
 
-def test_a_certificate_that_is_read_again_is_written_down(tmp_path: Path) -> None:
+def test_each_reload_of_the_certificate_is_logged(tmp_path: Path) -> None:
     cert, key, path = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "audit.jsonl"
     shutil.copy(CERTS / "server.pem", cert)
     shutil.copy(CERTS / "server.key", key)

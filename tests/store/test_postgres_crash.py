@@ -183,7 +183,7 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_history(
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
-def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresServer) -> None:
+def test_a_damaged_page_is_reported_as_damage(tmp_path: Path, server: PostgresServer) -> None:
     # Autovacuum would record that the damaged page has room, and that a scan of the table is cheap. Then the
     # last `create` would use the damaged page, or read all pages.
     server.execute("ALTER SYSTEM SET autovacuum = off")
@@ -269,7 +269,7 @@ def test_a_standby_takes_over_with_every_acknowledged_turn(
         standby.close()
 
 
-def test_a_dump_is_restored_as_the_same_history(tmp_path: Path, server: PostgresServer) -> None:
+def test_a_restored_dump_has_the_same_history(tmp_path: Path, server: PostgresServer) -> None:
     url, other = server.new_database(), server.new_database()
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         create(store, "tea")

@@ -59,14 +59,14 @@ def test_a_known_salt_is_not_read_again(open_store: Open) -> None:
     assert stored(store) == []
 
 
-def test_threads_that_make_a_salt_at_once_get_the_same(open_store: Open) -> None:
+def test_threads_that_create_a_salt_at_once_get_the_same_salt(open_store: Open) -> None:
     store = open_store(random_bits=drawn_together(1, 2, 3))
     with ThreadPoolExecutor(3) as threads:
         salts = set(threads.map(store.salt_of, ["acme"] * 3))
     assert stored(store) == [("acme", *salts)]
 
 
-def test_daemons_that_make_a_salt_at_once_get_the_same(start: Open) -> None:
+def test_daemons_that_create_a_salt_at_once_get_the_same_salt(start: Open) -> None:
     draw = drawn_together(1, 2)
     daemons = [start(name, random_bits=draw) for name in ("a", "b")]
     with ThreadPoolExecutor(2) as threads:
@@ -104,7 +104,7 @@ def test_a_damaged_salt_is_not_used(store: ConversationStore) -> None:
         store.salt_of("acme")
 
 
-def test_a_history_of_the_schema_before_has_no_salts_and_gets_them(
+def test_a_history_of_schema_11_gets_salts_after_its_migration(
     open_store: Open, driver: Any
 ) -> None:
     with open_store() as store:

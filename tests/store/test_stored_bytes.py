@@ -37,7 +37,7 @@ def test_each_stored_object_counts_once_until_its_deletion(
     assert store.stored_bytes("nobody") == 0
 
 
-def test_each_tenant_has_its_own(store: ConversationStore) -> None:
+def test_stored_bytes_are_counted_for_each_tenant(store: ConversationStore) -> None:
     for tenant, size in (("a", 10), ("b", 5000)):
         head = [NewMessage("system", "x" * size)]
         store.create_conversation(NewConversation("tea", "f", head, tenant=tenant))
@@ -52,7 +52,7 @@ def test_each_tenant_has_its_own(store: ConversationStore) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6 * SCALE))
-def test_whatever_is_done_the_count_is_what_the_records_add_up_to(
+def test_stored_bytes_equal_the_sum_of_the_records_after_random_actions(
     open_store: Open, seed: int
 ) -> None:
     drawn, store, number = random.Random(seed), open_store(), 0
@@ -118,7 +118,7 @@ def act(
         names.remove((name, tenant))
 
 
-def test_verify_finds_a_count_that_is_wrong(store: ConversationStore) -> None:
+def test_verify_reports_a_wrong_byte_count(store: ConversationStore) -> None:
     create(store, "tea")
     with writer_of(store).writing() as conn:
         table = "tenant_bytes" if isinstance(conn, ServerSession) else "tenants"
