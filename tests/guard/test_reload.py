@@ -172,7 +172,7 @@ def test_a_daemon_stops_if_its_token_watcher_fails(
     path.chmod(0o600)
 
     def unforeseen(*_: object) -> None:
-        raise AssertionError("nobody thought of it")
+        raise AssertionError("an unexpected error")
 
     monkeypatch.setattr(Audit, "tokens_reloaded", unforeseen)
     listening = Listening(

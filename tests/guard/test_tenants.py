@@ -372,7 +372,9 @@ def test_a_warm_counts_as_a_turn_and_its_tokens_are_charged(tmp_path: Path) -> N
                 with pytest.raises(QueueFull) as error:
                     act()
                 assert error.value.limit == "turns_max"
-            assert client.conversation("c").ask("hello", max_tokens=1).text, "what it was meant for"
+            assert client.conversation("c").ask("hello", max_tokens=1).text, (
+                "the turn that the warm is for must run"
+            )
         with rig.client("b") as client:
             charged = rig.charged()
             client.conversation("c").warm()
@@ -394,10 +396,13 @@ def test_warms_lost_with_the_engine_are_not_counted_any_more(tmp_path: Path) -> 
         assert client.conversation("d").ask("hello", max_tokens=1).revision == 1
 
 
-# -- answers that nobody reads --
+# -- unread responses --
 
 
-def answers_nobody_takes(rig: TokensRig, tenant: str, peers: contextlib.ExitStack, num: int) -> Any:
+def request_without_reading(
+    rig: TokensRig, tenant: str, peers: contextlib.ExitStack, num: int
+) -> Any:
+    """Make calls of ListMessages over a connection that reads no responses."""
     peer = peers.enter_context(RawPeer(rig.server.address, window=0))
     body = pb.ListMessagesRequest(conversation_id="c").SerializeToString()
     message = b"\0" + struct.pack(">I", len(body)) + body
@@ -414,13 +419,13 @@ def test_unread_responses_of_a_tenant_are_limited(tmp_path: Path) -> None:
         for tenant in limits:
             with rig.client(tenant) as client:
                 client.conversation("c").create(system_prompt="x" * 90_000)
-        answers_nobody_takes(rig, "a", peers, 40)
+        request_without_reading(rig, "a", peers, 40)
         wait_for(lambda: rig.unread_bytes("a") > 300_000)
         request = pb.ListMessagesRequest(conversation_id="c")
         wait_for(lambda: rig.num_calls("a") < 6)  # further calls were refused
         with refused("unread_bytes"):
             rig.stub.ListMessages(request, metadata=rig.metadata("a"))
-        assert rig.unread_bytes("a") <= 400_000, "an answer that went beyond it was let out"
+        assert rig.unread_bytes("a") <= 400_000, "a response above the limit was sent"
         assert rig.stub.ListMessages(request, metadata=rig.metadata("b")).messages
         peers.close()
         wait_for(lambda: not rig.unread_bytes("a"), 60)
@@ -470,7 +475,7 @@ def test_a_stream_chunk_waits_for_room_but_a_large_chunk_is_sent_alone() -> None
         assert allowance.num_unread_bytes == 700
         second.taken.set()
         await asyncio.sleep(0.2)
-        assert second.num_written == 0, "it waits for the first"
+        assert second.num_written == 0, "the second write did not wait for the first"
         first.taken.set()
         await asyncio.gather(*writes)
         assert (second.num_written, allowance.num_unread_bytes) == (1, 0)

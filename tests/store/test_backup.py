@@ -30,7 +30,7 @@ from pensieve.errors import (
 from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import Backup, check_database, points, restore
 from pensieve.store.folder import DATABASE_NAME, history_identity
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.older_schemas import TO_SCHEMA_3
 from tests.store.talk import begin, create, reply, say, user
 
@@ -115,7 +115,7 @@ def test_a_restore_to_any_backed_up_moment_gives_the_history_of_that_moment(
 ) -> None:
     """Deletions, checkpoints and a compacted, shortened file come in between."""
     store, choose = open_store(compact_bytes_min=2**14), random.Random(3)
-    world(store)
+    write_history(store)
     backing, moments = backing_of(store, tmp_path / "backup", driver), {}
     for _ in range(40):
         for _ in range(choose.choice((1, 5, 20))):
@@ -151,7 +151,7 @@ def test_a_backup_is_complete_while_a_reader_keeps_the_wal_from_shrinking(
 
 
 def test_a_backup_includes_the_wal_of_a_killed_daemon(backing: Backing, tmp_path: Path) -> None:
-    world(backing.store)
+    write_history(backing.store)
     killed = tmp_path / "killed"
     shutil.copytree(backing.store.folder.path, killed)
     (killed / "conversations.db-shm").unlink()
@@ -165,7 +165,7 @@ def test_a_backup_includes_the_wal_of_a_killed_daemon(backing: Backing, tmp_path
 def test_a_backup_of_an_unchanged_history_copies_and_writes_nothing(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     moment = backing.write()
     backing.store.messages("tea")
     monkeypatch.setattr(Backup, "_copied", None)
@@ -242,7 +242,7 @@ def test_the_next_backup_includes_the_changes_of_a_failed_backup(
 def test_a_backup_without_disk_space_for_a_copy_writes_nothing(
     backing: Backing, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     usage = shutil.disk_usage(backing.folder.parent)
     full = {backing.folder.with_name(place): usage._replace(free=100)}
     with monkeypatch.context() as patch:
@@ -256,7 +256,7 @@ def test_a_backup_without_disk_space_for_a_copy_writes_nothing(
 def test_changes_too_large_for_a_segment_begin_a_new_generation(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     backing.write()
     create(backing.store, "another")
     monkeypatch.setattr(backup, "SEGMENT_BYTES_MAX", 4096)
@@ -304,7 +304,7 @@ def test_a_backup_waits_for_an_earlier_backup_that_is_still_being_written(
 
 
 def test_a_cleared_backup_folder_gets_a_new_generation(backing: Backing) -> None:
-    world(backing.store)
+    write_history(backing.store)
     backing.write()
     shutil.rmtree(backing.folder)
     backing.write()
@@ -415,7 +415,7 @@ def test_a_restore_corrects_wrong_byte_counters_of_tenants(
 def test_a_backup_folder_accepts_one_history_and_one_process_at_a_time(
     backing: Backing, tmp_path: Path
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     backing.write()
     data = backing.store.folder.path
     with (
@@ -434,7 +434,7 @@ def test_a_backup_folder_accepts_one_history_and_one_process_at_a_time(
 
 
 def test_processes_that_release_the_backup_folder_can_alternate(backing: Backing) -> None:
-    world(backing.store)
+    write_history(backing.store)
     first = backing.backup
     backing.write()
     first.release()
@@ -469,7 +469,7 @@ def test_backup_and_restored_files_are_private_to_their_owner(
 def test_a_restore_replaces_an_existing_history_only_with_replace(
     backing: Backing, tmp_path: Path
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     backing.write()
     data = tmp_path / "other"
     with ConversationStore.open(data, "test", driver=backing.driver) as other:
@@ -520,7 +520,7 @@ def test_a_restore_that_ends_before_its_final_rename_leaves_the_old_history_comp
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backing.write()
-    world(backing.store)
+    write_history(backing.store)
     killed = backing.folder.with_name("killed")
     shutil.copytree(backing.store.folder.path, killed)  # the files that a killed daemon leaves
     (killed / "lock").unlink()

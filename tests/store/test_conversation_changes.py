@@ -1,4 +1,4 @@
-"""Changes of metadata, beginnings and pending messages do not change the history."""
+"""Metadata, the head, pending messages and the last message can be changed without a turn."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_pending_messages_are_stored_but_are_not_part_of_the_history(
     assert pending(store, "cup") == Pending()
 
 
-def bring(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
+def begin_with_pending(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
     """Begin a turn that takes these pending messages."""
     asked = NewTurn(request_id, [*messages, user("and?", 1)], pending=messages)
     return store.begin_turn("tea", asked).turn.turn_id
@@ -90,7 +90,7 @@ def test_pending_messages_are_removed_when_the_turn_that_took_them_finishes(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    turn_id = bring(store, "r1", *TWO)
+    turn_id = begin_with_pending(store, "r1", *TWO)
     assert pending(store) == Pending(TWO, taken_at=0)
     store.finish_turn(turn_id, reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
@@ -101,7 +101,7 @@ def test_pending_messages_are_removed_when_the_turn_that_took_them_finishes(
 def test_taken_messages_are_removed_once_by_the_next_turn(store: ConversationStore) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.finish_turn(bring(store, "r1", *TWO), reply("hello", 2), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r1", *TWO), reply("hello", 2), "stop", {})
     bodies = []
     for number in range(2, 4):
         say(store, "tea", f"r{number}", user("more", 1), reply("yes", 2))
@@ -118,14 +118,14 @@ def test_pending_messages_taken_by_a_failed_turn_survive_the_next_revision(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.fail_turn(bring(store, "r1", *TWO), "NAN_LOGITS")
+    store.fail_turn(begin_with_pending(store, "r1", *TWO), "NAN_LOGITS")
     assert pending(store).messages == TWO
     say(store, "tea", "r2", user("another", 1), reply("hello", 2))
     assert pending(store) == Pending(TWO)
-    store.interrupt_turn(bring(store, "r3", *TWO))
+    store.interrupt_turn(begin_with_pending(store, "r3", *TWO))
     store.rewind_conversation("tea", 0)
     assert pending(store) == Pending(TWO)
-    store.finish_turn(bring(store, "r3", *TWO), reply("hello", 2), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r3", *TWO), reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
 
 
@@ -135,12 +135,12 @@ def test_a_turn_takes_exactly_the_pending_messages_or_is_refused_and_takes_none(
     create(store, "tea")
     add(store, *TWO)
     with pytest.raises(StaleRevision, match="pending at revision 0 have changed since"):
-        bring(store, "r1", *TWO[:1])
+        begin_with_pending(store, "r1", *TWO[:1])
     assert store.find_turn("tea", "r1") is None
     assert pending(store) == Pending(TWO)
     begin(store, "tea", "r2", "another", 1)
     with pytest.raises(TurnRunning):
-        bring(store, "r1", *TWO)
+        begin_with_pending(store, "r1", *TWO)
     assert pending(store) == Pending(TWO)
 
 
@@ -159,7 +159,7 @@ def test_a_conversation_is_created_with_pending_messages(store: ConversationStor
     made = store.create_conversation(NewConversation("tea", "f", pending=TWO))
     assert made.has_pending
     assert pending(store) == Pending(TWO)
-    store.finish_turn(bring(store, "r1", *TWO), reply("hello", 2), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r1", *TWO), reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
 
 
@@ -185,7 +185,7 @@ def test_messages_are_deleted_from_the_end_one_by_one(store: ConversationStore) 
     create(store, "tea", user("head", 9))
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     add(store, *TWO)
-    store.finish_turn(bring(store, "r2", *TWO), reply("yes", 3), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r2", *TWO), reply("yes", 3), "stop", {})
     taken_back = delete_last(store)
     assert (taken_back.is_rewound, taken_back.is_erasure_due) == (True, False)
     assert taken_back.conversation == store.get_conversation("tea")

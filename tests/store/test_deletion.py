@@ -286,7 +286,7 @@ def test_a_read_waits_for_a_pending_erasure_but_not_forever(store: ConversationS
     pending = iter([True, True, True, False])
     reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: next(pending))
     assert reader.get_conversation("tea").num_messages == 1
-    assert list(pending) == [], "it has waited until the erasure was done"
+    assert list(pending) == [], "the read did not wait for the erasure"
     reader.close()
     reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: True)
     assert reader.get_conversation("tea").num_messages == 1

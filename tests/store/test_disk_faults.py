@@ -13,7 +13,15 @@ from pensieve.errors import PensieveError, StoreCorrupt, StoreUnavailable
 from pensieve.store import (
     ConversationStore,
 )
-from tests.store.faulty import FaultyDriver, begun, database_of, history, opened, world, writer_of
+from tests.store.faulty import (
+    FaultyDriver,
+    begun,
+    database_of,
+    history,
+    opened,
+    write_history,
+    writer_of,
+)
 from tests.store.talk import create, reply
 
 pytestmark = pytest.mark.sqlite  # faults of SQLite's files are the subject
@@ -68,7 +76,7 @@ def test_an_sql_error_of_the_program_is_raised_unchanged(folder: Path, driver: A
 
 
 def test_a_full_disk_refuses_the_turn_and_keeps_the_history(store: ConversationStore) -> None:
-    world(store)
+    write_history(store)
     before = history(store)
     with writer_of(store).reading() as conn:
         (num_pages,) = conn.execute("PRAGMA page_count").fetchone()

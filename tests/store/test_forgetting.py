@@ -14,7 +14,7 @@ from pensieve.store.compaction import Compaction, CompactionPhase
 from pensieve.store.records import ChainState, KeyedTurn
 from pensieve.store.sqlite_backend import Erasure
 from pensieve.store.turn_rows import idempotency_key
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_8, TO_SCHEMA_8
 from tests.store.talk import begin, create, reply, say, user
 
@@ -39,7 +39,7 @@ def request_ids(store: ConversationStore, driver: Any) -> int:
 
 
 def test_a_forgotten_request_runs_as_new_and_the_history_stays(store: ConversationStore) -> None:
-    world(store)
+    write_history(store)
     before = history(store)
     turn = store.find_turn("tea", "r1")
     assert turn is not None

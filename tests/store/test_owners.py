@@ -14,7 +14,7 @@ from pensieve.store.conversation_changes import Pending
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.leases import Leases
 from pensieve.store.records import KeyedTurn, NewPrefix
-from tests.store.faulty import begun, history, world, writer_of
+from tests.store.faulty import begun, history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_9, TO_SCHEMA_9
 from tests.store.talk import begin, create, reply, say, user
 
@@ -65,9 +65,9 @@ def test_each_open_starts_a_session_and_the_previous_session_has_ended(open_stor
 def test_a_history_of_schema_9_is_complete_and_its_old_owners_block_no_claim(
     open_store: Open, driver: Any
 ) -> None:
-    """Its sessions belonged to an earlier history service, which was the only one to set owners."""
+    """In schema 9, only a service that no longer exists wrote sessions and owners."""
     store = open_store()
-    world(store)
+    write_history(store)
     waits = Pending((NewMessage("user", "waits"),))
     store.changes.change_pending("cup", lambda pending: waits)
     keyed = NewTurn("key", [user("again", 7)], history_digest=b"digest")
@@ -112,8 +112,10 @@ def test_interrupting_a_turn_of_another_daemon_has_no_effect(
     turn_id = begin(store, "tea", "r1", "hi", 1)
     with writer_of(store).writing() as conn:
         conn.execute("UPDATE owners SET session = ?, epoch = ?", (OTHER, OTHER))
-    store.interrupt_turn(turn_id)  # has no effect: another daemon owns the turn
-    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED  # that daemon is not alive
+    store.interrupt_turn(turn_id)  # another daemon owns the conversation, so this changes no row
+    assert (
+        store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
+    )  # as read: its owner is dead
 
 
 def test_an_unexpected_error_does_not_end_the_lease_thread(

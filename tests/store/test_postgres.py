@@ -38,10 +38,10 @@ from pensieve.store.postgres.wire import Wire, escaped, unescaped
 from pensieve.store.records import ChainState
 from tests.scale import SCALE
 from tests.store import postgres_server
-from tests.store.faulty import NEVER, history, world, writer_of
+from tests.store.faulty import NEVER, history, write_history, writer_of
 from tests.store.postgres_server import USER, PostgresServer
 from tests.store.talk import begin, create, reply, say, user
-from tests.store.test_faults import ACTS
+from tests.store.test_faults import OPERATIONS
 
 SECRET = "hunter2"
 
@@ -263,7 +263,7 @@ class LostAt:
 
 CASES = [(name, True) for name in ("begin", "finish")] + [("delete", False), ("finish", False)]
 if SCALE > 1:
-    CASES = [(name, after) for name in ACTS for after in (False, True)]
+    CASES = [(name, after) for name in OPERATIONS for after in (False, True)]
 
 
 @pytest.mark.parametrize(("name", "after"), CASES)
@@ -274,9 +274,9 @@ def test_an_operation_that_loses_its_session_happens_completely_or_not_at_all(
     after: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    act, template = ACTS[name], postgres.new_database()
+    operation, template = OPERATIONS[name], postgres.new_database()
     with ConversationStore.open(tmp_path / "world", "test", url=template) as store:
-        world(store)
+        write_history(store)
 
     faults = LostAt(after, monkeypatch)
 
@@ -287,9 +287,9 @@ def test_an_operation_that_loses_its_session_happens_completely_or_not_at_all(
 
     url, store = copy(0)
     with store:
-        subject = act.prepare(store)
+        subject = operation.prepare(store)
         before = history(store)
-        act.run(store, subject)
+        operation.run(store, subject)
         wanted = history(store)
     postgres.drop(url)
     point = 0
@@ -297,11 +297,11 @@ def test_an_operation_that_loses_its_session_happens_completely_or_not_at_all(
         point += 1
         url, store = copy(point)
         with store:
-            subject = act.prepare(store)
+            subject = operation.prepare(store)
             faults.arm(point)
             raised = False
             try:
-                act.run(store, subject)
+                operation.run(store, subject)
             except StoreUnavailable:
                 raised = True
             faults.heal()
@@ -489,7 +489,7 @@ def test_rows_of_deleted_conversations_are_erased_in_steps(opened: Open, monkeyp
 
 def test_a_scrub_finds_a_record_that_fails_its_checksum(opened: Open) -> None:
     store = opened()
-    world(store)
+    write_history(store)
     scrub = store.scrub()
     num_steps = scrub.num_steps()
     while not scrub.num_passes:
@@ -607,7 +607,7 @@ def test_indexes_are_checked_if_the_role_is_allowed_to(
         postgres.execute(f"GRANT CREATE ON DATABASE {name} TO modest")
         modest = url.replace(f"{USER}@", "modest@")
         with ConversationStore.open(tmp_path / "data", "test", url=modest) as store:
-            world(store)
+            write_history(store)
             assert store.integrity_check() == []
             assert "does not let this role call amcheck's bt_index_check" in caplog.text
             caplog.clear()
@@ -637,7 +637,7 @@ def test_verify_and_integrity_check_have_no_total_time_limit(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
-    world(store)
+    write_history(store)
     hours = itertools.count()
     clock = types.SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
     monkeypatch.setattr("pensieve.store.backend.time", clock)
@@ -649,11 +649,11 @@ def test_verify_and_integrity_check_have_no_total_time_limit(
 # -- round trips --
 
 
-class Flights:
+class RoundTrips:
     """A proxy for the server's socket that counts the client's round trips."""
 
     def __init__(self, server: Path, place: Path) -> None:
-        self.num_flights = 0
+        self.num_round_trips = 0
         self._has_heard = True
         self._server = str(server / ".s.PGSQL.5432")
         self._socket = socket.socket(socket.AF_UNIX)
@@ -677,7 +677,7 @@ class Flights:
                 for here in select.select([client, server], [], [])[0]:
                     if not (data := here.recv(1 << 16)):
                         return
-                    self.num_flights += here is client and self._has_heard
+                    self.num_round_trips += here is client and self._has_heard
                     self._has_heard = here is server
                     (server if here is client else client).sendall(data)
 
@@ -685,19 +685,19 @@ class Flights:
 def test_beginning_and_ending_a_turn_take_two_round_trips_each(
     opened: Open, postgres: PostgresServer, url: str, tmp_path: Path
 ) -> None:
-    flights = Flights(postgres.path, tmp_path)
+    round_trips = RoundTrips(postgres.path, tmp_path)
     store = opened(url=url.replace(str(postgres.path), str(tmp_path)))
     create(store, "tea")
     counts = []
     for number in range(5):
-        before = flights.num_flights
+        before = round_trips.num_round_trips
         turn_id = begin(store, "tea", f"r{number}", "hi", 1)
-        begun = flights.num_flights
+        begun = round_trips.num_round_trips
         store.finish_turn(turn_id, reply("hello", 2), "stop", {})
-        counts.append((begun - before, flights.num_flights - begun))
+        counts.append((begun - before, round_trips.num_round_trips - begun))
     assert counts[1:] == [(2, 2)] * 4  # the first turn also reserves numbers
     store.close()
-    flights.close()
+    round_trips.close()
 
 
 def test_an_error_inside_a_savepoint_is_raised_at_its_release_and_the_rollback_undoes_its_writes(

@@ -92,14 +92,14 @@ class Talker:
 
     def look(self) -> int:
         """Return how many turns were acknowledged so far."""
-        assert self._process.poll() is None, "it ended by itself"
+        assert self._process.poll() is None, "the process ended by itself"
         self._read()
         return len(self.acknowledged)
 
     def wait_for(self, number: int) -> None:
         end = time.monotonic() + SECONDS_MAX
         while self.look() < number:
-            assert time.monotonic() < end, "turns do not go on"
+            assert time.monotonic() < end, "no more turns were acknowledged"
             time.sleep(0.005)
 
     def kill(self) -> None:

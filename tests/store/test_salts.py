@@ -1,4 +1,4 @@
-"""Each tenant has one random salt, whoever asks for it and whenever."""
+"""Each tenant has one random salt. It never changes, even if threads or daemons create it at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.errors import StoreCorrupt
 from pensieve.store import ConversationStore
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_11, TO_SCHEMA_11
 
 Open = Callable[..., ConversationStore]
@@ -108,7 +108,7 @@ def test_a_history_of_schema_11_gets_salts_after_its_migration(
     open_store: Open, driver: Any
 ) -> None:
     with open_store() as store:
-        world(store)
+        write_history(store)
         store.salt_of("acme")
         before = history(store)
         with writer_of(store).writing() as conn:

@@ -11,7 +11,7 @@ import pytest
 from pensieve.store import ConversationStore, sqlite_backend, verify
 from pensieve.store.responses import StoredResponse
 from pensieve.store.sqlite_backend import scrub_of_files
-from tests.store.faulty import world, writer_of
+from tests.store.faulty import write_history, writer_of
 from tests.store.talk import create, reply, say, user
 
 pytestmark = pytest.mark.sqlite  # damages SQLite's file; PostgreSQL's are in test_postgres.py
@@ -28,14 +28,14 @@ def whole_pass(path: Path, driver: Any) -> list[str]:
         if scrub.num_passes:
             assert number < num_steps  # the pauses between steps are computed from this estimate
             return []
-    raise AssertionError("it does not come to its end")
+    raise AssertionError("the scrub did not complete a pass")
 
 
 @pytest.fixture
 def path(open_store: Open) -> Path:
     """The closed database of a history in which every table and index has several pages."""
     store = open_store()
-    world(store)
+    write_history(store)
     for number in range(60):
         create(store, f"c{number}", user("head", 1))
         for turn in range(3):

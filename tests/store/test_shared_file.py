@@ -58,7 +58,7 @@ def start(path: Path) -> Iterator[Start]:
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() < began + seconds, "it did not come true"
+        assert time.monotonic() < began + seconds, "the condition did not become true"
         time.sleep(0.01)
     return time.monotonic() - began
 
@@ -89,9 +89,12 @@ def test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address(
     assert b("owner", "tea")[0] == "a"
     assert b("delete", "tea")[1] == "OwnedElsewhere"
     a("close")
-    assert b("told") == [[], {}]
+    assert b("stale_and_came_from") == [[], {}]
     assert b("say", "tea", "r2", 3) == 2
-    assert b("told") == [["tea"], {}]  # no origin is given, because the previous owner has left
+    assert b("stale_and_came_from") == [
+        ["tea"],
+        {},
+    ]  # no origin is given, because the previous owner has left
     b("close")
     assert verified(path) == []
 
@@ -140,7 +143,7 @@ def test_a_late_turn_end_is_refused_after_another_daemon_took_over(
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
     wait_until(lambda: took(b, "begin", "tea", "r1", 2))
-    a.go_on()
+    a.resume()
     for late in (attempt, 0, attempt + 1):
         assert a("finish", turn_id, late, 99)[1] == "Unavailable"
     assert b("log", "tea") == [1]
@@ -159,7 +162,7 @@ def test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed(start
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
     wait_until(lambda: b("running", "tea") is None)  # the next claim would interrupt the turn
-    a.go_on()
+    a.resume()
     assert a("finish", turn_id, attempt, 7) == 1
     assert a("log", "tea") == [1, 2, 7]
 
@@ -176,7 +179,7 @@ def test_idle_conversations_of_a_draining_daemon_are_claimed_with_the_address_of
     assert b("say", "cup", "r1", 3) == 1
     assert a("finish", turn_id, attempt, 4) == 1
     assert b("say", "tea", "r2", 3) == 2
-    assert b("told") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
+    assert b("stale_and_came_from") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
 
 
 def test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale(
@@ -187,9 +190,9 @@ def test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as
     a("say", "tea", "r1", 2)
     a("drain")
     b("delete", "tea")
-    a("told")
+    a("stale_and_came_from")
     a("create", "tea")
-    assert a("told")[0] == ["tea"]
+    assert a("stale_and_came_from")[0] == ["tea"]
     assert a("say", "tea", "r1", 5) == 1
 
 
@@ -300,7 +303,7 @@ def test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over(start: Star
     assert (a("is_housekeeper"), b("is_housekeeper")) == (True, False)
     a.stop()
     wait_until(lambda: bool(b("is_housekeeper")))
-    a.go_on()
+    a.resume()
     wait_until(lambda: not a("is_housekeeper"))
     b("close")
     wait_until(lambda: bool(a("is_housekeeper")))
@@ -490,7 +493,7 @@ def test_random_faults_neither_lose_nor_duplicate_turns(start: Start, path: Path
     def live(name: str, seed: int) -> None:
         lives[name] = start(name, lease_seconds=LEASE_SECONDS)
         os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
-        lives[name].put("world", seed, NUM_CONVERSATIONS)
+        lives[name].put("run_random_turns", seed, NUM_CONVERSATIONS)
 
     def drain() -> None:
         for name, process in lives.items():
@@ -523,7 +526,7 @@ def test_random_faults_neither_lose_nor_duplicate_turns(start: Start, path: Path
         else:
             lives[victim].stop()
             time.sleep(LEASE_SECONDS + 0.3)
-            lives[victim].go_on()
+            lives[victim].resume()
     time.sleep(0.4)
     for each in lives.values():
         each.kill()

@@ -33,15 +33,15 @@ from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  the same tests run on both databases
     NUM_CONVERSATIONS,
     check_epochs,
-    test_a_restarted_daemon_interrupts_its_earlier_turns,
-    test_idle_conversations_of_a_draining_daemon_are_claimed_with_the_address_of_their_kv,
-    test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed,
-    test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over,
-    test_a_late_turn_end_is_refused_after_another_daemon_took_over,
-    test_two_owners_never_share_an_epoch,
     test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease,
     test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale,
+    test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed,
+    test_a_late_turn_end_is_refused_after_another_daemon_took_over,
+    test_a_restarted_daemon_interrupts_its_earlier_turns,
+    test_idle_conversations_of_a_draining_daemon_are_claimed_with_the_address_of_their_kv,
+    test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over,
     test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address,
+    test_two_owners_never_share_an_epoch,
     took,
     wait_until,
 )
@@ -184,7 +184,7 @@ def test_a_daemon_that_is_stopped_during_a_transaction_loses_its_locks(start: St
     assert b("say", "cup", "r1", 2) == 1
     wait_until(lambda: took(b, "begin", "tea", "r1", 2))
     assert time.monotonic() - began < LEASE_SECONDS + 2
-    a.go_on()
+    a.resume()
     assert a.answer()[:2] == ["error", "StoreUnavailable"]
     assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"
 
@@ -317,7 +317,7 @@ def test_random_faults_neither_lose_nor_duplicate_turns(
         place = {"url": through(proxies[name], url), "lease_seconds": LEASE_SECONDS}
         lives[name], left[name] = start(name, **place), b""
         os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
-        lives[name].put("world", next(seeds), NUM_CONVERSATIONS)
+        lives[name].put("run_random_turns", next(seeds), NUM_CONVERSATIONS)
 
     def listen() -> None:
         for name, process in lives.items():
@@ -340,7 +340,7 @@ def test_random_faults_neither_lose_nor_duplicate_turns(
         elif fault == 1:
             lives[victim].stop()
             time.sleep(LEASE_SECONDS + 0.3)
-            lives[victim].go_on()
+            lives[victim].resume()
         else:
             proxies[victim].cut()
             time.sleep(LEASE_SECONDS + 0.3)
@@ -354,7 +354,7 @@ def test_random_faults_neither_lose_nor_duplicate_turns(
 
     assert len(said) > 100
     sessions = {entry[5] for entry in said}
-    assert len(sessions) > 3, "no daemon that began again has spoken"
+    assert len(sessions) > 3, "no restarted daemon finished a turn"
     check_epochs(said)
     with ConversationStore.open(path.parent / "last", "test", url=url) as store:
         for number in range(NUM_CONVERSATIONS):

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.errors import StoreUnavailable
 from pensieve.store import ConversationStore, conversation_rows
-from tests.store.faulty import world, writer_of
+from tests.store.faulty import write_history, writer_of
 from tests.store.talk import create, reply, say, user
 
 Open = Callable[..., ConversationStore]
@@ -32,7 +32,7 @@ def test_a_transaction_over_its_time_limit_changes_nothing(
     open_store: Open, seconds: float
 ) -> None:
     store = open_store(statement_seconds=seconds)
-    world(store)
+    write_history(store)
 
     def run_away() -> None:
         with writer_of(store).writing() as conn:
