@@ -209,9 +209,8 @@ def test_match_reads_a_bounded_number_of_conversations_with_the_same_history(
     assert found(store, "a") == ("c4", 1, True)
     for number in (3, 4):
         say(store, f"c{number}", f"a{number}")
-    assert (
-        found(store, "a")[2] is False
-    )  # the two conversations that are read have both continued, so the client must fork
+    # The two conversations that are read have both continued, so the client must fork.
+    assert found(store, "a")[2] is False
 
 
 def test_verify_reports_a_chain_state_whose_message_is_not_a_reply(

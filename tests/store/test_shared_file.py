@@ -91,10 +91,8 @@ def test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address(
     a("close")
     assert b("stale_and_came_from") == [[], {}]
     assert b("say", "tea", "r2", 3) == 2
-    assert b("stale_and_came_from") == [
-        ["tea"],
-        {},
-    ]  # no origin is given, because the previous owner has left
+    # There is no origin, because the previous owner has left.
+    assert b("stale_and_came_from") == [["tea"], {}]
     b("close")
     assert verified(path) == []
 
