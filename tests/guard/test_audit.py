@@ -34,14 +34,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def of(path: Path, event: str, num: int = 1) -> list[dict[str, Any]]:
+def wait_for_events(path: Path, event: str, num: int = 1) -> list[dict[str, Any]]:
     """Wait for this many lines of an event, and return them."""
     wait_for(lambda: sum(each["event"] == event for each in lines(path)) >= num, 30)
     return [each for each in lines(path) if each["event"] == event]
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[AuditLog]:
+def open_log(path: Path) -> Iterator[AuditLog]:
     log = AuditLog(path, wall_clock=lambda: 7.0)
     try:
         yield log
@@ -52,10 +52,10 @@ def writing(path: Path) -> Iterator[AuditLog]:
 # -- the file --
 
 
-def test_each_line_is_one_object_whatever_is_quoted(tmp_path: Path) -> None:
+def test_each_audit_line_is_one_json_object_even_with_hostile_values(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     odd = 'a\nb\r\u2028\x1b[31m"}\n{"event": "forged"}'
-    with writing(path) as log:
+    with open_log(path) as log:
         log.write("delete", conversation_id=odd, tenant="", number=3, nothing=None)
         log.write("delete", conversation_id="x" * 5000)
     assert path.read_bytes().count(b"\n") == 2
@@ -65,11 +65,11 @@ def test_each_line_is_one_object_whatever_is_quoted(tmp_path: Path) -> None:
     assert len(second["conversation_id"]) == CHARACTERS_MAX
 
 
-def test_the_file_is_its_owners_alone_and_appended_to(tmp_path: Path) -> None:
+def test_the_audit_file_is_private_and_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text('{"event": "before"}\n')
     path.chmod(0o644)
-    with writing(path) as log:
+    with open_log(path) as log:
         log.write("admin")
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each["event"] for each in lines(path)] == ["before", "admin"]
@@ -80,19 +80,19 @@ def test_the_file_is_its_owners_alone_and_appended_to(tmp_path: Path) -> None:
         AuditLog(tmp_path / "link")
 
 
-def test_a_file_that_is_moved_away_is_made_anew(tmp_path: Path) -> None:
+def test_an_audit_file_that_was_moved_away_is_created_again(tmp_path: Path) -> None:
     path, old = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
-    with writing(path) as log:
+    with open_log(path) as log:
         log.write("admin", number=1)
-        of(path, "admin")
+        wait_for_events(path, "admin")
         path.rename(old)
         log.write("admin", number=2)
         wait_for(path.exists)
-        assert of(path, "admin")[0]["number"] == 2
+        assert wait_for_events(path, "admin")[0]["number"] == 2
         path.unlink()
         log.write("admin", number=3)
         wait_for(path.exists)
-        assert of(path, "admin")[0]["number"] == 3
+        assert wait_for_events(path, "admin")[0]["number"] == 3
     assert [each["number"] for each in lines(old)] == [1]
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -117,9 +117,9 @@ def test_a_full_disk_is_reported_once_and_lost_lines_are_counted(
 ) -> None:
     disk, path = FullDisk(), tmp_path / "audit.jsonl"
     monkeypatch.setattr(audit, "os", disk)
-    with writing(path) as log:
+    with open_log(path) as log:
         log.write("admin", number=0)
-        of(path, "admin")
+        wait_for_events(path, "admin")
         for name in ("is_full", "is_short"):
             setattr(disk, name, True)
             before = log.num_lost
@@ -128,7 +128,7 @@ def test_a_full_disk_is_reported_once_and_lost_lines_are_counted(
             wait_for(lambda before=before: log.num_lost == before + 10)
             setattr(disk, name, False)
         log.write("admin", number=1)
-        of(path, "admin", 2)
+        wait_for_events(path, "admin", 2)
     assert [(each["event"], each.get("lines")) for each in lines(path)] == [
         ("admin", None),
         ("lost", 20),
@@ -148,18 +148,18 @@ def test_a_hanging_disk_delays_no_call(tmp_path: Path, monkeypatch: pytest.Monke
         append(log, text)
 
     monkeypatch.setattr(AuditLog, "_append", slow)
-    with writing(path) as log:
+    with open_log(path) as log:
         for number in range(500):
             log.write("admin", number=number)
         assert log.num_lost >= 500 - 50 - audit.BATCH_LINES_MAX
         assert log.num_lost > 0
         gate.set()
         wait_for(lambda: log.num_lost == 0)
-    lost = sum(each["lines"] for each in of(path, "lost"))
-    assert len(of(path, "admin")) == 500 - lost
+    lost = sum(each["lines"] for each in wait_for_events(path, "lost"))
+    assert len(wait_for_events(path, "admin")) == 500 - lost
 
 
-# -- what is written --
+# -- the contents --
 
 
 class Clock:
@@ -169,9 +169,9 @@ class Clock:
         return self.now
 
 
-def test_a_token_is_written_down_once_an_hour_for_each_connection(tmp_path: Path) -> None:
+def test_the_use_of_a_token_is_logged_once_an_hour_for_each_connection(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "audit.jsonl"
-    with writing(path) as log:
+    with open_log(path) as log:
         audit = Audit(log, clock)
         for seconds in (0, 10, 3000, 700, 10):
             clock.now += seconds
@@ -181,9 +181,9 @@ def test_a_token_is_written_down_once_an_hour_for_each_connection(tmp_path: Path
     assert [each["peer"][-1] for each in lines(path)] == ["5", "6", "5", "6"]
 
 
-def test_somebody_without_a_token_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_audit_lines_about_refused_calls_are_rate_limited(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "audit.jsonl"
-    with writing(path) as log:
+    with open_log(path) as log:
         audit = Audit(log, clock)
         for _ in range(100_000):
             audit.refused("/a/B", "ipv4:1.2.3.4:5", "UNAUTHENTICATED", "")
@@ -212,7 +212,7 @@ def audited(tmp_path: Path) -> Iterator[tuple[DaemonRig, dict[str, str], Path]]:
         yield rig, secrets, path
 
 
-def test_deletions_operators_and_tokens_are_written_down_and_no_words(
+def test_deletions_admin_calls_and_tokens_are_logged_without_message_text(
     audited: tuple[DaemonRig, dict[str, str], Path],
 ) -> None:
     rig, secrets, path = audited
@@ -240,11 +240,11 @@ def test_deletions_operators_and_tokens_are_written_down_and_no_words(
     with Client(address, token="guessed", retry=retry) as client, pytest.raises(Unauthenticated):
         list(client.conversations())
 
-    deleted, again = of(path, "delete", 2)
+    deleted, again = wait_for_events(path, "delete", 2)
     assert (deleted["conversation_id"], deleted["outcome"]) == ("trip", "OK")
     assert (deleted["token"], deleted["tenant"]) == ("laptop", "a")
     assert again["outcome"] == "NOT_FOUND"
-    stats, explain, tenants = of(path, "admin", 3)
+    stats, explain, tenants = wait_for_events(path, "admin", 3)
     assert (stats["method"], stats["token"], stats["outcome"]) == ("GetStats", "root", "OK")
     assert (explain["conversation_id"], explain["of_tenant"]) == ("trip", "a")
     assert explain["outcome"] == "NOT_FOUND"
@@ -253,10 +253,10 @@ def test_deletions_operators_and_tokens_are_written_down_and_no_words(
         "ListTenants",
         False,
     )
-    names = [each["token"] for each in of(path, "token", 3)]
+    names = [each["token"] for each in wait_for_events(path, "token", 3)]
     assert names[0] == "laptop"
     assert len(names[1]) == callers.SHOWN_DIGITS
-    denied, unknown = of(path, "refused", 2)
+    denied, unknown = wait_for_events(path, "refused", 2)
     assert (denied["reason"], denied["token"]) == ("PERMISSION_DENIED", "laptop")
     assert (unknown["reason"], "token" in unknown) == ("UNAUTHENTICATED", False)
     text = path.read_text()
@@ -264,7 +264,7 @@ def test_deletions_operators_and_tokens_are_written_down_and_no_words(
     assert not any(secret in text for secret in (*secrets.values(), "guessed"))
 
 
-def test_a_name_with_line_breaks_makes_no_line_of_its_own(
+def test_an_id_with_line_breaks_cannot_forge_an_audit_line(
     audited: tuple[DaemonRig, dict[str, str], Path],
 ) -> None:
     rig, secrets, path = audited
@@ -275,11 +275,11 @@ def test_a_name_with_line_breaks_makes_no_line_of_its_own(
             request, metadata=(("authorization", f"Bearer {secrets['laptop']}"),)
         )
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
-    assert of(path, "delete")[0]["conversation_id"] == odd
+    assert wait_for_events(path, "delete")[0]["conversation_id"] == odd
     assert not [each for each in lines(path) if each["event"] == "admin"]
 
 
-def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None:
+def test_each_reload_of_the_token_file_is_logged(tmp_path: Path) -> None:
     file, path = tmp_path / "tokens.toml", tmp_path / "audit.jsonl"
     entry = callers.new_token("a", admin=False)[1]
 
@@ -293,21 +293,21 @@ def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None
     daemon = ServeProcess(tmp_path / "data", "--token-file", str(file), "--audit-log", str(path))
     daemon.start()
     write(entry + callers.new_token("b", admin=False)[1])
-    (reload,) = of(path, "reload")
+    (reload,) = wait_for_events(path, "reload")
     assert (reload["what"], reload["tokens"], reload["outcome"]) == ("tokens", 2, "OK")
     write("[[token")
-    _, refused = of(path, "reload", 2)
+    _, refused = wait_for_events(path, "reload", 2)
     assert refused["tokens"] == 2
     assert "not valid TOML" in refused["outcome"]
     assert daemon.stop() == 0
     assert [each["event"] for each in lines(path)] == ["start", "reload", "reload", "stop"]
 
 
-def test_a_certificate_that_is_read_again_is_written_down(tmp_path: Path) -> None:
+def test_each_reload_of_the_certificate_is_logged(tmp_path: Path) -> None:
     cert, key, path = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "audit.jsonl"
     shutil.copy(CERTS / "server.pem", cert)
     shutil.copy(CERTS / "server.key", key)
-    with writing(path) as log:
+    with open_log(path) as log:
         audit = Audit(log, Clock())
         files = certificates(cert, key, None, audit.certificate_reloaded)
         assert files.if_changed() is None

@@ -27,7 +27,7 @@ TOKENS = (callers.Token(b"x" * 32),)
     "address",
     ["127.0.0.1:0", "127.8.9.10:50051", "localhost:1", "[::1]:65535", "LocalHost:0", ""],
 )
-def test_the_machine_itself_may_connect_without_tls_or_tokens(address: str) -> None:
+def test_a_loopback_address_needs_no_tls_or_tokens(address: str) -> None:
     check_exposure(Listening(address))
 
 
@@ -67,7 +67,7 @@ def test_an_address_without_a_host_is_refused_even_with_insecure(
 
 @pytest.mark.parametrize("given", [{"tls_client_ca": PEM}, {"tls_key": PEM}])
 @pytest.mark.parametrize("insecure", [False, True])
-def test_half_of_tls_is_refused_and_not_ignored(given: dict[str, Any], insecure: bool) -> None:
+def test_incomplete_tls_options_are_refused(given: dict[str, Any], insecure: bool) -> None:
     flag = "--" + next(iter(given)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} needs --tls-cert"):
         check_exposure(Listening("127.0.0.1:0", insecure=insecure, **given))
@@ -82,7 +82,7 @@ def test_half_of_tls_is_refused_and_not_ignored(given: dict[str, Any], insecure:
         *(errors.ConfigError, errors.ModelError, errors.DeviceError, errors.AddressInUse),
     ],
 )
-def test_clients_see_no_file_names_in_errors_of_the_machine(kind: type[Any]) -> None:
+def test_clients_see_no_file_paths_in_errors_of_the_server(kind: type[Any]) -> None:
     error = kind("the history /var/lib/pensieve/history.db: disk I/O error")
     status = translate.status(error)
     assert "/var" not in client_text(error)
@@ -90,7 +90,7 @@ def test_clients_see_no_file_names_in_errors_of_the_machine(kind: type[Any]) -> 
     assert client_text(error)
 
 
-def test_a_client_hears_of_a_failing_disk_and_the_log_says_which(
+def test_a_disk_error_is_reported_without_its_path_and_logged_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):

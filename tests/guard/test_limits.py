@@ -16,13 +16,13 @@ from pensieve.guard.limits import LIMIT_NAMES, Allowance, Limits
 BEARER = "authorization"
 
 
-def test_a_tenant_may_run_so_many_turns_at_once() -> None:
+def test_a_tenant_may_run_at_most_turns_max_turns_at_once() -> None:
     allowance = Allowance(Limits(turns_max=2), 0.0)
     assert allowance.exceeded(1, 0.0) is None
     assert "2 turns at once" in str(allowance.exceeded(2, 0.0))
 
 
-def test_tokens_are_saved_up_for_ten_seconds_and_debts_are_waited_for() -> None:
+def test_tokens_of_ten_seconds_are_saved_up_and_a_debt_must_be_waited_for() -> None:
     allowance = Allowance(Limits(tokens_per_second=5.0), 100.0)
     allowance.spend(70, 100.0)  # 50 tokens had been saved up
     exceeded = allowance.exceeded(0, 100.0)
@@ -52,7 +52,7 @@ def test_refusals_of_a_tenant_over_its_limits_are_rate_limited_after_a_burst() -
     assert allowance.seconds_to_refuse(full, 100.0) == 0.0
 
 
-def test_calls_of_a_tenant_in_debt_begin_at_a_pace() -> None:
+def test_calls_of_a_tenant_in_debt_are_rate_limited_after_a_burst() -> None:
     allowance = Allowance(Limits(tokens_per_second=1.0), 0.0)
     assert [allowance.seconds_to_begin(0.0) for _ in range(2000)] == [0.0] * 2000
     allowance.spend(1000, 0.0)
@@ -69,7 +69,7 @@ def tokens(tmp_path: Path, text: str) -> tuple[callers.Token, ...]:
     return callers.read_tokens(path)
 
 
-def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
+def test_a_token_file_defines_tenants_limits_and_operators(tmp_path: Path) -> None:
     token, entry = callers.new_token("acme", admin=False, turns_max=3, tokens_per_second=20.0)
     other, second = callers.new_token("", admin=True)
     known = tokens(tmp_path, entry + second)
@@ -96,7 +96,7 @@ def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
                 guard.authenticate(access, authorization, "ipv4:1.2.3.4:5")
 
 
-def test_without_tokens_everybody_here_may_talk_and_nobody_administrate() -> None:
+def test_without_tokens_local_callers_may_chat_but_not_administrate() -> None:
     guard = KnownTokens()
     assert guard.authenticate(Access.CALLER, None, "ipv4:127.0.0.1:5").tenant == ""
     with pytest.raises(PermissionDenied):
@@ -127,13 +127,13 @@ def test_a_token_file_with_a_mistake_is_refused(tmp_path: Path, text: str, probl
         tokens(tmp_path, text)
 
 
-def test_tokens_of_one_tenant_have_the_same_limits(tmp_path: Path) -> None:
+def test_tokens_of_one_tenant_with_different_limits_are_refused(tmp_path: Path) -> None:
     one, other = (callers.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
     with pytest.raises(ConfigError, match="the tokens of tenant 'a' have different limits"):
         callers.limits_of(tokens(tmp_path, one + other))
 
 
-def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
+def test_the_token_command_has_a_flag_for_each_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = {
@@ -167,7 +167,7 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         main(["token", "--storage-bytes", "60%"])
 
 
-def test_a_request_at_a_time_can_be_saved_up_however_low_the_rate() -> None:
+def test_one_request_can_be_saved_up_even_at_a_very_low_rate() -> None:
     allowance = Allowance(Limits(requests_per_second=0.01), 0.0)
     assert allowance.request(0.0) is None
     refused = allowance.request(50.0)

@@ -147,7 +147,7 @@ def test_a_token_file_that_was_briefly_unreadable_is_read_again(
     assert told[-1] == (1, "")
 
 
-def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
+def test_a_token_file_that_vanishes_while_it_is_read_raises_a_config_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokens.toml"
@@ -164,7 +164,7 @@ def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
         callers.read_tokens(path)
 
 
-def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
+def test_a_daemon_stops_if_its_token_watcher_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokens.toml"
@@ -172,7 +172,7 @@ def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
     path.chmod(0o600)
 
     def unforeseen(*_: object) -> None:
-        raise AssertionError("nobody thought of it")
+        raise AssertionError("an unexpected error")
 
     monkeypatch.setattr(Audit, "tokens_reloaded", unforeseen)
     listening = Listening(

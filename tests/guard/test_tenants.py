@@ -185,7 +185,7 @@ def test_a_tenant_at_its_storage_limit_may_delete_and_read_but_not_store(
             assert client.conversation("c").ask("x" * 30_000, max_tokens=2).revision == 1
 
 
-def test_a_reply_that_was_stored_is_repeated_and_a_turn_that_runs_is_stored_above_the_limit(
+def test_a_running_turn_is_stored_above_the_storage_limit_and_can_be_replayed(
     tmp_path: Path,
 ) -> None:
     with TokensRig(tmp_path, {"a": {"storage_bytes": 2500}}) as rig, rig.client("a") as client:
@@ -201,7 +201,7 @@ def test_a_reply_that_was_stored_is_repeated_and_a_turn_that_runs_is_stored_abov
 # -- tokens --
 
 
-def test_changes_of_the_history_are_charged_and_a_tenant_in_debt_may_read_and_delete(
+def test_history_changes_are_charged_and_a_tenant_in_debt_may_only_read_and_delete(
     tmp_path: Path,
 ) -> None:
     """Otherwise a limited tenant could make others wait while its texts are tokenized."""
@@ -255,7 +255,7 @@ def test_requests_of_all_kinds_are_counted(tmp_path: Path) -> None:
                 list(client.conversations())
 
 
-def test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits(
+def test_refusals_of_a_tenant_over_its_limits_are_delayed_and_other_tenants_do_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pensieve.guard.limits.REFUSALS_PER_SECOND", 1 / 3600)
@@ -278,7 +278,7 @@ def test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits(
         wait_for(lambda: rig.num_calls("few") == 0)
 
 
-def test_calls_of_a_tenant_in_debt_begin_at_a_pace_and_nobody_else_waits(
+def test_calls_of_a_tenant_in_debt_are_delayed_and_other_tenants_do_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pensieve.guard.limits.CALLS_PER_SECOND", 1 / 3600)
@@ -303,7 +303,7 @@ def test_calls_of_a_tenant_in_debt_begin_at_a_pace_and_nobody_else_waits(
         wait_for(lambda: rig.num_calls("owes") == 0)
 
 
-def test_calls_at_once_are_counted_until_they_have_ended(tmp_path: Path) -> None:
+def test_concurrent_calls_are_counted_until_they_end(tmp_path: Path) -> None:
     slow = (*ECHO, "--seconds=0.01")
     with TokensRig(tmp_path, {"a": {"calls_max": 2}, "b": {}}, slow) as rig:
         one, two = rig.begin("a", "c1"), rig.begin("a", "c2")
@@ -319,7 +319,7 @@ def test_calls_at_once_are_counted_until_they_have_ended(tmp_path: Path) -> None
         one.cancel()
 
 
-def test_calls_that_are_cancelled_at_once_count_no_longer(tmp_path: Path) -> None:
+def test_calls_that_are_cancelled_immediately_are_not_counted_any_more(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {}}) as rig, contextlib.ExitStack() as peers:
         bearer = ("authorization", f"Bearer {rig.secrets['a']}")
         body = b"\0" + struct.pack(">I", 0)
@@ -336,7 +336,7 @@ def test_calls_that_are_cancelled_at_once_count_no_longer(tmp_path: Path) -> Non
         wait_for(lambda: rig.num_calls("a") == rig.unread_bytes("a") == 0)
 
 
-def test_a_client_whose_connection_broke_comes_back_though_its_old_call_counts(
+def test_a_client_can_reconnect_to_its_turn_while_its_broken_call_is_still_counted(
     tmp_path: Path,
 ) -> None:
     slow = (*ECHO, "--seconds=0.005")
@@ -353,7 +353,7 @@ def test_a_client_whose_connection_broke_comes_back_though_its_old_call_counts(
 # -- warms --
 
 
-def test_a_warm_counts_as_a_turn_and_is_paid_for(tmp_path: Path) -> None:
+def test_a_warm_counts_as_a_turn_and_its_tokens_are_charged(tmp_path: Path) -> None:
     slow = (*ECHO, "--seconds=0.2")
     written = {"token_budget": "16"}
     limits = {"a": {"turns_max": 1}, "b": {"tokens_per_second": 200}}
@@ -372,7 +372,9 @@ def test_a_warm_counts_as_a_turn_and_is_paid_for(tmp_path: Path) -> None:
                 with pytest.raises(QueueFull) as error:
                     act()
                 assert error.value.limit == "turns_max"
-            assert client.conversation("c").ask("hello", max_tokens=1).text, "what it was meant for"
+            assert client.conversation("c").ask("hello", max_tokens=1).text, (
+                "the turn that the warm is for must run"
+            )
         with rig.client("b") as client:
             charged = rig.charged()
             client.conversation("c").warm()
@@ -381,7 +383,7 @@ def test_a_warm_counts_as_a_turn_and_is_paid_for(tmp_path: Path) -> None:
             assert not rig.num_turns("b")
 
 
-def test_warms_that_die_with_the_engine_count_no_more(tmp_path: Path) -> None:
+def test_warms_lost_with_the_engine_are_not_counted_any_more(tmp_path: Path) -> None:
     slow = (*ECHO, "--seconds=0.2")
     rig = TokensRig(tmp_path, {"a": {"turns_max": 1}}, slow, {"token_budget": "16"})
     with rig, rig.client("a") as client:
@@ -394,10 +396,13 @@ def test_warms_that_die_with_the_engine_count_no_more(tmp_path: Path) -> None:
         assert client.conversation("d").ask("hello", max_tokens=1).revision == 1
 
 
-# -- answers that nobody reads --
+# -- unread responses --
 
 
-def answers_nobody_takes(rig: TokensRig, tenant: str, peers: contextlib.ExitStack, num: int) -> Any:
+def request_without_reading(
+    rig: TokensRig, tenant: str, peers: contextlib.ExitStack, num: int
+) -> Any:
+    """Make calls of ListMessages over a connection that reads no responses."""
     peer = peers.enter_context(RawPeer(rig.server.address, window=0))
     body = pb.ListMessagesRequest(conversation_id="c").SerializeToString()
     message = b"\0" + struct.pack(">I", len(body)) + body
@@ -414,13 +419,13 @@ def test_unread_responses_of_a_tenant_are_limited(tmp_path: Path) -> None:
         for tenant in limits:
             with rig.client(tenant) as client:
                 client.conversation("c").create(system_prompt="x" * 90_000)
-        answers_nobody_takes(rig, "a", peers, 40)
+        request_without_reading(rig, "a", peers, 40)
         wait_for(lambda: rig.unread_bytes("a") > 300_000)
         request = pb.ListMessagesRequest(conversation_id="c")
         wait_for(lambda: rig.num_calls("a") < 6)  # further calls were refused
         with refused("unread_bytes"):
             rig.stub.ListMessages(request, metadata=rig.metadata("a"))
-        assert rig.unread_bytes("a") <= 400_000, "an answer that went beyond it was let out"
+        assert rig.unread_bytes("a") <= 400_000, "a response above the limit was sent"
         assert rig.stub.ListMessages(request, metadata=rig.metadata("b")).messages
         peers.close()
         wait_for(lambda: not rig.unread_bytes("a"), 60)
@@ -470,7 +475,7 @@ def test_a_stream_chunk_waits_for_room_but_a_large_chunk_is_sent_alone() -> None
         assert allowance.num_unread_bytes == 700
         second.taken.set()
         await asyncio.sleep(0.2)
-        assert second.num_written == 0, "it waits for the first"
+        assert second.num_written == 0, "the second write did not wait for the first"
         first.taken.set()
         await asyncio.gather(*writes)
         assert (second.num_written, allowance.num_unread_bytes) == (1, 0)
@@ -528,7 +533,7 @@ def order_of_admission(
         return admitted[1:]
 
 
-def test_a_flood_does_not_put_other_tenants_behind_its_backlog(tmp_path: Path) -> None:
+def test_other_tenants_do_not_wait_behind_the_backlog_of_a_flooding_tenant(tmp_path: Path) -> None:
     admitted = order_of_admission(
         tmp_path, {"flood": {}, "mine": {}}, [*["flood"] * 50, *["mine"] * 3]
     )
@@ -536,14 +541,14 @@ def test_a_flood_does_not_put_other_tenants_behind_its_backlog(tmp_path: Path) -
     assert "mine" not in admitted[6:], admitted
 
 
-def test_tenants_that_all_have_more_than_can_run_get_it_by_their_weights(tmp_path: Path) -> None:
+def test_tenants_with_a_backlog_are_admitted_in_proportion_to_their_weights(tmp_path: Path) -> None:
     limits = {"light": {"weight": 1}, "heavy": {"weight": 3}}
     admitted = order_of_admission(tmp_path, limits, ["light", "heavy"] * 24)
     for end in (12, 20, 28):
         assert abs(admitted[:end].count("heavy") - 0.75 * end) <= 2, admitted
 
 
-def test_warms_take_places_among_those_who_wait(tmp_path: Path) -> None:
+def test_warms_count_against_the_limit_of_live_turns(tmp_path: Path) -> None:
     """A flood of warms must not fill the engine's queue, which is only as long as the daemon's limit."""
     config = DaemonConfig(live_turns_max=2)
     slow, written = (*ECHO, "--seconds=0.2"), {"token_budget": "16"}
@@ -564,7 +569,7 @@ async def _num_warms(rig: DaemonRig) -> int:
     return rig.daemon.conversations.turns.num_warms
 
 
-def test_a_flood_leaves_others_room_to_begin() -> None:
+def test_a_flooding_tenant_cannot_use_the_turns_reserved_for_other_tenants() -> None:
     def load(num_turns: int, num_of_tenant: int) -> DaemonLoad:
         return DaemonLoad(False, True, num_turns, num_of_tenant)
 
@@ -624,7 +629,7 @@ def test_a_debt_outlasts_a_change_of_limits() -> None:
 # -- what the operator sees --
 
 
-def test_the_operator_sees_what_each_tenant_has_taken(
+def test_the_operator_sees_the_usage_and_limits_of_each_tenant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = (*ECHO, "--seconds=0.01")

@@ -21,7 +21,7 @@ from pensieve.store import ConversationStore
 from pensieve.store.connection import preferred_driver
 from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store import postgres_server
-from tests.store.faulty import world
+from tests.store.faulty import write_history
 from tests.store.postgres_server import PostgresServer
 from tests.store.talk import DRIVERS
 
@@ -135,7 +135,7 @@ def start(
 
 @pytest.fixture
 def folder(tmp_path: Path, driver: Any) -> Path:
-    """A closed store with the small history of `world`."""
+    """A closed store with the small history of `write_history`."""
     with ConversationStore.open(tmp_path / "world", "test", driver=driver) as store:
-        world(store)
+        write_history(store)
     return tmp_path / "world"

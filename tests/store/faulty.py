@@ -88,7 +88,7 @@ def database_of(store: ConversationStore) -> Any:
     return writer_of(store)._db
 
 
-def world(store: ConversationStore) -> None:
+def write_history(store: ConversationStore) -> None:
     """Create the small history.
 
     tea has two turns. cup is a fork of tea after the first turn. pot has an interrupted and a cut turn.
@@ -123,10 +123,12 @@ def history(store: ConversationStore) -> Any:
 
 
 def begun(store: ConversationStore) -> int:
+    """Begin a third turn in tea. Return its id."""
     return begin(store, "tea", "r3", "third", 60, 61)
 
 
 def opened(folder: Path, copy: str, driver: Any) -> ConversationStore:
+    """Copy a closed store to a folder with this name, and open the copy."""
     target = folder.with_name(copy)
     shutil.copytree(folder, target)
     return ConversationStore.open(target, "test", driver=driver, compact_bytes_min=1)

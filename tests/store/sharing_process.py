@@ -1,7 +1,8 @@
 """A store in a separate process. It shares a history with other processes, and follows commands.
 
 A command is a line of JSON, `[method, arguments…]`. The answer is a line with the result, or `["error",
-class, text]`. After the command `world`, the process writes without further commands until it is killed.
+class, text]`. After the command `run_random_turns`, the process writes without further commands until it is
+killed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Worker:
         found = self.store.owners.owner(conversation_id)
         return found and [found.replica, found.epoch, found.is_alive, found.is_ours]
 
-    def told(self) -> list[Any]:
+    def stale_and_came_from(self) -> list[Any]:
         """Return what became stale since the last call, and which daemons conversations came from."""
         stale, self.stale = self.stale, []
         return [stale, {name: at for (_, name), at in self.store.came_from.items()}]
@@ -102,7 +103,7 @@ class Worker:
     def close(self) -> None:
         self.store.close()
 
-    def world(self, seed: int, num: int) -> None:
+    def run_random_turns(self, seed: int, num: int) -> None:
         """Run random turns, and take over conversations where that is allowed. Print a line for each."""
         chance, number = random.Random(seed), 0
         while True:
@@ -188,12 +189,12 @@ class Process:
     def stop(self) -> None:
         self.child.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.child.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         if self.child.poll() is None:
-            self.go_on()
+            self.resume()
             self.child.kill()
         self.child.communicate()
 

@@ -30,7 +30,7 @@ from pensieve.errors import (
 from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import Backup, check_database, points, restore
 from pensieve.store.folder import DATABASE_NAME, history_identity
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.older_schemas import TO_SCHEMA_3
 from tests.store.talk import begin, create, reply, say, user
 
@@ -110,10 +110,12 @@ def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
         store.delete_conversation(choose.choice(known))
 
 
-def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_path: Path) -> None:
+def test_a_restore_to_any_backed_up_moment_gives_the_history_of_that_moment(
+    open_store: Open, driver: Any, tmp_path: Path
+) -> None:
     """Deletions, checkpoints and a compacted, shortened file come in between."""
     store, choose = open_store(compact_bytes_min=2**14), random.Random(3)
-    world(store)
+    write_history(store)
     backing, moments = backing_of(store, tmp_path / "backup", driver), {}
     for _ in range(40):
         for _ in range(choose.choice((1, 5, 20))):
@@ -132,7 +134,9 @@ def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_p
     backing.backup.close()
 
 
-def test_a_copy_is_whole_while_a_reader_keeps_the_log_long(backing: Backing, driver: Any) -> None:
+def test_a_backup_is_complete_while_a_reader_keeps_the_wal_from_shrinking(
+    backing: Backing, driver: Any
+) -> None:
     create(backing.store, "tea")
     with closing(
         driver.connect(str(backing.store.folder.database_path), isolation_level=None)
@@ -146,8 +150,8 @@ def test_a_copy_is_whole_while_a_reader_keeps_the_log_long(backing: Backing, dri
         assert history(found) == history(backing.store)
 
 
-def test_what_a_killed_daemon_left_in_the_log_is_copied(backing: Backing, tmp_path: Path) -> None:
-    world(backing.store)
+def test_a_backup_includes_the_wal_of_a_killed_daemon(backing: Backing, tmp_path: Path) -> None:
+    write_history(backing.store)
     killed = tmp_path / "killed"
     shutil.copytree(backing.store.folder.path, killed)
     (killed / "conversations.db-shm").unlink()
@@ -158,10 +162,10 @@ def test_what_a_killed_daemon_left_in_the_log_is_copied(backing: Backing, tmp_pa
         assert history(found) == history(backing.store)
 
 
-def test_nothing_is_copied_or_written_where_nothing_changed(
+def test_a_backup_of_an_unchanged_history_copies_and_writes_nothing(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     moment = backing.write()
     backing.store.messages("tea")
     monkeypatch.setattr(Backup, "_copied", None)
@@ -169,7 +173,7 @@ def test_nothing_is_copied_or_written_where_nothing_changed(
     assert backing.write(2 * backup.GENERATION_SECONDS) == moment
 
 
-def test_a_turn_that_was_running_is_interrupted_in_what_is_restored(backing: Backing) -> None:
+def test_a_turn_that_ran_during_the_backup_is_interrupted_after_a_restore(backing: Backing) -> None:
     create(backing.store, "tea")
     say(backing.store, "tea", "r1", user("hi", 1), reply("hello", 2))
     begin(backing.store, "tea", "r2", "more", 3)
@@ -181,7 +185,7 @@ def test_a_turn_that_was_running_is_interrupted_in_what_is_restored(backing: Bac
         assert list(found.log("tea")) == [1, 2, 3, 4]
 
 
-def test_deleted_text_leaves_the_backup_a_day_after_what_is_kept(backing: Backing) -> None:
+def test_deleted_text_leaves_the_backup_one_day_after_the_keep_period(backing: Backing) -> None:
     """This holds even if nothing else ever changes."""
 
     def is_there() -> bool:
@@ -217,7 +221,7 @@ def fails_with_no_space(*arguments: Any, **named: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", ["os.fsync", "pensieve.store.backup._write_newest"])
-def test_the_next_backup_has_the_changes_of_a_failed_one(
+def test_the_next_backup_includes_the_changes_of_a_failed_backup(
     backing: Backing, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     create(backing.store, "tea")
@@ -235,10 +239,10 @@ def test_the_next_backup_has_the_changes_of_a_failed_one(
 
 
 @pytest.mark.parametrize("place", ["data", "backup"])
-def test_without_room_for_a_copy_nothing_is_written(
+def test_a_backup_without_disk_space_for_a_copy_writes_nothing(
     backing: Backing, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     usage = shutil.disk_usage(backing.folder.parent)
     full = {backing.folder.with_name(place): usage._replace(free=100)}
     with monkeypatch.context() as patch:
@@ -249,10 +253,10 @@ def test_without_room_for_a_copy_nothing_is_written(
     backing.write()
 
 
-def test_more_changes_than_a_segment_holds_begin_a_generation(
+def test_changes_too_large_for_a_segment_begin_a_new_generation(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world(backing.store)
+    write_history(backing.store)
     backing.write()
     create(backing.store, "another")
     monkeypatch.setattr(backup, "SEGMENT_BYTES_MAX", 4096)
@@ -262,7 +266,7 @@ def test_more_changes_than_a_segment_holds_begin_a_generation(
         assert history(found) == history(backing.store)
 
 
-def test_the_last_moment_comes_behind_one_that_is_still_being_written(
+def test_a_backup_waits_for_an_earlier_backup_that_is_still_being_written(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon writes its last backup while the thread of an earlier one may still wait for the folder."""
@@ -299,8 +303,8 @@ def test_the_last_moment_comes_behind_one_that_is_still_being_written(
         assert history(found) == history(backing.store)
 
 
-def test_a_folder_that_was_cleared_gets_another_generation(backing: Backing) -> None:
-    world(backing.store)
+def test_a_cleared_backup_folder_gets_a_new_generation(backing: Backing) -> None:
+    write_history(backing.store)
     backing.write()
     shutil.rmtree(backing.folder)
     backing.write()
@@ -342,7 +346,7 @@ def damage(path: Path, how: str) -> None:
     ("name", "turns_before"),
     [("00000003.segment", 4), ("00000002.segment", 3), ("base.db", 1), ("base.json", 1)],
 )
-def test_damage_is_named_and_only_last_good_restores_the_moment_before(
+def test_a_restore_names_damage_and_restores_the_moment_before_only_with_last_good(
     written: list[float], backing: Backing, how: str, name: str, turns_before: int
 ) -> None:
     damage(backing.folder / "generation-000002" / name, how)
@@ -358,14 +362,16 @@ def test_damage_is_named_and_only_last_good_restores_the_moment_before(
             assert len(found.messages("tea")) == 4
 
 
-def test_segments_of_another_chain_are_refused(written: list[float], backing: Backing) -> None:
+def test_a_segment_that_does_not_continue_the_chain_is_refused(
+    written: list[float], backing: Backing
+) -> None:
     chain = backing.folder / "generation-000002"
     shutil.copyfile(chain / "00000002.segment", chain / "00000003.segment")
     with pytest.raises(BackupDamaged, match=r"00000003.segment does not continue"):
         backing.refused()
 
 
-def test_what_was_being_written_when_a_process_died_is_not_there(
+def test_partial_files_of_a_killed_backup_process_are_ignored(
     written: list[float], backing: Backing
 ) -> None:
     (backing.folder / "generation-000002" / "00000004.segment.partial").write_bytes(b"half")
@@ -389,7 +395,7 @@ def test_a_damaged_history_is_not_restored(written: list[float], backing: Backin
         backing.refused()
 
 
-def test_a_wrong_number_of_bytes_is_no_reason_to_lose_a_history(
+def test_a_restore_corrects_wrong_byte_counters_of_tenants(
     written: list[float], backing: Backing
 ) -> None:
     with writer_of(backing.store).writing() as conn:
@@ -406,8 +412,10 @@ def test_a_wrong_number_of_bytes_is_no_reason_to_lose_a_history(
 # -- refusals --
 
 
-def test_a_folder_is_for_one_history_and_one_process(backing: Backing, tmp_path: Path) -> None:
-    world(backing.store)
+def test_a_backup_folder_accepts_one_history_and_one_process_at_a_time(
+    backing: Backing, tmp_path: Path
+) -> None:
+    write_history(backing.store)
     backing.write()
     data = backing.store.folder.path
     with (
@@ -425,8 +433,8 @@ def test_a_folder_is_for_one_history_and_one_process(backing: Backing, tmp_path:
     assert [len(each.times) for each in points(backing.folder)] == [1, 1]
 
 
-def test_processes_take_turns_at_a_folder_that_none_keeps(backing: Backing) -> None:
-    world(backing.store)
+def test_processes_that_release_the_backup_folder_can_alternate(backing: Backing) -> None:
+    write_history(backing.store)
     first = backing.backup
     backing.write()
     first.release()
@@ -447,7 +455,9 @@ def test_processes_take_turns_at_a_folder_that_none_keeps(backing: Backing) -> N
         assert history(store) == history(backing.store)
 
 
-def test_only_their_owner_may_read_the_files(written: list[float], backing: Backing) -> None:
+def test_backup_and_restored_files_are_private_to_their_owner(
+    written: list[float], backing: Backing
+) -> None:
     with backing.restored() as found:
         assert found.folder.database_path.stat().st_mode & 0o777 == 0o600
     modes = {path.name: path.stat().st_mode & 0o777 for path in backing.folder.rglob("*")}
@@ -456,8 +466,10 @@ def test_only_their_owner_may_read_the_files(written: list[float], backing: Back
     assert backing.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_history_is_replaced_only_with_replace(backing: Backing, tmp_path: Path) -> None:
-    world(backing.store)
+def test_a_restore_replaces_an_existing_history_only_with_replace(
+    backing: Backing, tmp_path: Path
+) -> None:
+    write_history(backing.store)
     backing.write()
     data = tmp_path / "other"
     with ConversationStore.open(data, "test", driver=backing.driver) as other:
@@ -476,7 +488,7 @@ def test_a_history_is_replaced_only_with_replace(backing: Backing, tmp_path: Pat
     )
 
 
-def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
+def test_the_refusal_of_a_backup_with_a_newer_schema_says_which_pensieve_reads_it(
     backing: Backing,
 ) -> None:
     with writer_of(backing.store).writing() as conn:
@@ -486,7 +498,7 @@ def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
         backing.refused()
 
 
-def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
+def test_a_restored_backup_with_an_older_schema_is_migrated(
     backing: Backing,
 ) -> None:
     create(backing.store, "tea")
@@ -504,11 +516,11 @@ def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
         assert history(again) == wanted
 
 
-def test_a_restore_that_ends_right_before_it_puts_the_new_history_in_place_loses_nothing_of_the_old(
+def test_a_restore_that_ends_before_its_final_rename_leaves_the_old_history_complete(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backing.write()
-    world(backing.store)
+    write_history(backing.store)
     killed = backing.folder.with_name("killed")
     shutil.copytree(backing.store.folder.path, killed)  # the files that a killed daemon leaves
     (killed / "lock").unlink()
@@ -552,7 +564,7 @@ while True:
 """
 
 
-def test_processes_that_are_killed_leave_a_backup_that_is_whole(tmp_path: Path) -> None:
+def test_killed_processes_leave_a_complete_backup(tmp_path: Path) -> None:
     """Everything acknowledged before the moment is in the backup, and no file is half written."""
     data, folder, choose = tmp_path / "data", tmp_path / "backup", random.Random(1)
     ConversationStore.open(data, "test").close()

@@ -58,7 +58,7 @@ def tea(store: ConversationStore) -> ConversationStore:
     return store
 
 
-def test_the_first_tokens_of_a_log_are_all_that_is_read(tea: ConversationStore) -> None:
+def test_reading_the_first_tokens_of_a_log_reads_no_later_messages(tea: ConversationStore) -> None:
     with writer_of(tea).reading() as conn:
         found = require_conversation(conn, "tea", "")
         eager: Any = Eager(conn)
@@ -69,7 +69,7 @@ def test_the_first_tokens_of_a_log_are_all_that_is_read(tea: ConversationStore) 
         assert len(message_rows.read_log(eager, *found, 9000)) == 4000
 
 
-def test_a_page_of_messages_is_all_that_is_read(
+def test_reading_a_page_of_messages_reads_only_that_page(
     tea: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(message_rows, "PAGE_BYTES_MAX", 5 * TEXT_BYTES)
@@ -85,7 +85,7 @@ def test_a_page_of_messages_is_all_that_is_read(
         assert message_rows.read_page(eager, *found, 40, 60, True).messages == ()
 
 
-def test_a_page_of_conversations_is_all_that_is_read(
+def test_reading_a_page_of_conversations_reads_only_that_page(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversation_rows, "PAGE_BYTES_MAX", 5 * TEXT_BYTES)
@@ -108,7 +108,7 @@ def test_a_page_of_conversations_is_all_that_is_read(
         assert page(numbers[0], 2) == ([], False)
 
 
-def test_a_step_of_the_scrub_reads_a_few_bodies(
+def test_a_scrub_step_reads_a_bounded_number_of_bytes(
     tea: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "BODIES_BYTES", 5 * TEXT_BYTES)

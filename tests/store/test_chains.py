@@ -47,7 +47,7 @@ def num_rows(store: ConversationStore) -> int:
         return count
 
 
-def test_the_longest_beginning_that_is_known_is_found(store: ConversationStore) -> None:
+def test_match_finds_the_longest_known_prefix(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     say(store, "tea", "ab")
@@ -59,7 +59,7 @@ def test_the_longest_beginning_that_is_known_is_found(store: ConversationStore) 
     assert store.verify() == store.integrity_check() == []
 
 
-def test_a_session_of_its_own_is_preferred_and_another_may_not_be_appended_to(
+def test_match_prefers_the_same_session_and_never_appends_to_another_session(
     store: ConversationStore,
 ) -> None:
     for name, session in (("one", b"1"), ("two", b"2"), ("three", b"1")):
@@ -71,7 +71,7 @@ def test_a_session_of_its_own_is_preferred_and_another_may_not_be_appended_to(
     assert found(store, "a", session=b"3")[2] is False
 
 
-def test_where_a_turn_runs_or_something_came_behind_nothing_may_be_appended(
+def test_no_append_if_a_turn_runs_or_later_messages_exist(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -84,7 +84,7 @@ def test_where_a_turn_runs_or_something_came_behind_nothing_may_be_appended(
     assert found(store, "a") == ("tea", 1, False)
 
 
-def test_a_turn_that_died_with_its_process_does_not_run(open_store: Open) -> None:
+def test_match_allows_an_append_after_a_restart_interrupted_the_turn(open_store: Open) -> None:
     store = open_store()
     create(store, "tea")
     say(store, "tea", "a")
@@ -93,7 +93,7 @@ def test_a_turn_that_died_with_its_process_does_not_run(open_store: Open) -> Non
     assert found(open_store(), "a") == ("tea", 1, True)
 
 
-def test_of_conversations_at_the_same_point_one_is_found_that_ends_there(
+def test_match_prefers_a_conversation_that_ends_at_the_match(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -107,7 +107,7 @@ def test_of_conversations_at_the_same_point_one_is_found_that_ends_there(
     assert found(store, "ac", "a") == ("cup", 2, True)
 
 
-def test_a_rewind_takes_states_back_and_what_a_fork_has_stays(store: ConversationStore) -> None:
+def test_rewind_removes_chain_states_but_forks_keep_theirs(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     say(store, "tea", "ab")
@@ -121,7 +121,7 @@ def test_a_rewind_takes_states_back_and_what_a_fork_has_stays(store: Conversatio
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_deletion_leaves_only_the_rows_of_a_fork(store: ConversationStore) -> None:
+def test_deletion_keeps_only_the_chain_states_of_a_fork(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     say(store, "tea", "ab")
@@ -137,7 +137,9 @@ def test_deletion_leaves_only_the_rows_of_a_fork(store: ConversationStore) -> No
     assert store.verify() == store.integrity_check() == []
 
 
-def test_what_a_rewind_has_cut_goes_with_its_request(store: ConversationStore) -> None:
+def test_states_cut_by_a_rewind_are_deleted_when_the_request_is_forgotten(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     store.rewind_conversation("tea", 0)
@@ -147,7 +149,7 @@ def test_what_a_rewind_has_cut_goes_with_its_request(store: ConversationStore) -
     assert num_rows(store) == 0
 
 
-def test_other_tokens_of_the_same_messages_are_found_as_before(store: ConversationStore) -> None:
+def test_replacing_the_tokens_of_a_log_keeps_its_chain_states(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     store.fork_conversation("tea", 1, "cup")
@@ -159,7 +161,7 @@ def test_other_tokens_of_the_same_messages_are_found_as_before(store: Conversati
     assert store.verify() == store.integrity_check() == []
 
 
-def test_a_turn_that_does_not_end_has_no_state(store: ConversationStore) -> None:
+def test_a_failed_turn_has_no_chain_state(store: ConversationStore) -> None:
     create(store, "tea")
     turn = store.begin_turn("tea", NewTurn("r1", [user("hi", 1)])).turn
     store.fail_turn(turn.turn_id, "NAN_LOGITS")
@@ -167,7 +169,7 @@ def test_a_turn_that_does_not_end_has_no_state(store: ConversationStore) -> None
     assert match(store, "a") is None
 
 
-def test_ended_twice_it_has_one_state(store: ConversationStore) -> None:
+def test_finishing_a_turn_twice_adds_one_state(store: ConversationStore) -> None:
     create(store, "tea")
     turn = store.begin_turn("tea", NewTurn("r1", [user("hi", 1)])).turn
     for _ in range(2):
@@ -176,7 +178,9 @@ def test_ended_twice_it_has_one_state(store: ConversationStore) -> None:
     assert num_rows(store) == 1
 
 
-def test_states_grow_old(store: ConversationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_chain_states_are_forgotten_a_few_at_a_time(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chains, "FORGOTTEN_AT_ONCE", 2)
     create(store, "tea")
     for state in ("a", "ab", "abc"):
@@ -194,7 +198,7 @@ def test_states_grow_old(store: ConversationStore, monkeypatch: pytest.MonkeyPat
     assert store.verify() == []
 
 
-def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(
+def test_match_reads_a_bounded_number_of_conversations_with_the_same_history(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chains, "STATES_MAX", 2)
@@ -205,10 +209,13 @@ def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(
     assert found(store, "a") == ("c4", 1, True)
     for number in (3, 4):
         say(store, f"c{number}", f"a{number}")
-    assert found(store, "a")[2] is False  # a fork also ends the match at the end
+    # The two conversations that are read have both continued, so the client must fork.
+    assert found(store, "a")[2] is False
 
 
-def test_a_state_without_a_reply_is_damage(store: ConversationStore) -> None:
+def test_verify_reports_a_chain_state_whose_message_is_not_a_reply(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     with writer_of(store).writing() as conn:

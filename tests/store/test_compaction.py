@@ -74,7 +74,7 @@ def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None
     assert store.integrity_check() == []
 
 
-def test_pages_of_long_texts_are_given_back(open_store: Open) -> None:
+def test_compaction_frees_the_overflow_pages_of_long_texts(open_store: Open) -> None:
     """Overflow pages are outside the leaves, so they are free as soon as the text is wiped."""
     store = open_store(compact_bytes_min=100_000)
     for number in range(4):
@@ -89,7 +89,7 @@ def test_pages_of_long_texts_are_given_back(open_store: Open) -> None:
     assert store.integrity_check() == []
 
 
-def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open) -> None:
+def test_the_size_of_a_step_does_not_depend_on_the_history(open_store: Open) -> None:
     """The size of a compaction step does not depend on the size of the history."""
     store = open_store(compact_bytes_min=100_000)
     create(store, "large")
@@ -101,7 +101,7 @@ def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open)
             if store.erasure.due:
                 break
     else:
-        raise AssertionError("it was never worth it")
+        raise AssertionError("no deletion made a compaction due")
     journal, journals = writer_of(store).journal_path, []
     while store.erasure.due:
         writer_of(store).truncate_journal()
@@ -116,7 +116,7 @@ def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
+def test_compaction_leaves_no_copy_of_moved_or_deleted_text(open_store: Open, seed: int) -> None:
     """Turns, deletions and steps in random order leave no byte of a text at its old place."""
     rng = random.Random(seed)
     store = open_store(compact_bytes_min=1)
@@ -155,8 +155,11 @@ def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, seed: int) -> None:
-    """Many texts share a leaf. Removing some must not make SQLite copy the cells of others."""
+def test_removing_rows_never_copies_live_cells(open_store: Open, seed: int) -> None:
+    """The fence rows (compaction.py) separate wiped rows from live rows.
+
+    So SQLite copies no live cell when it balances the leaves.
+    """
     rng = random.Random(seed)
     store = open_store()
     alive: set[int] = set()
@@ -194,7 +197,7 @@ def compacting(path: Path, driver: Any) -> ConversationStore:
     return ConversationStore.open(path, "test", driver=driver, compact_bytes_min=1)
 
 
-def test_the_next_process_goes_on(wasteful: Path, driver: Any) -> None:
+def test_the_next_process_continues_the_compaction(wasteful: Path, driver: Any) -> None:
     """The first process may end at any point of the pass."""
     with compacting(wasteful, driver) as store:
         wanted = history(store)
@@ -217,7 +220,7 @@ def test_the_next_process_goes_on(wasteful: Path, driver: Any) -> None:
 @pytest.mark.parametrize(
     ("code", "after"), [(IO_ERROR, False), (IO_ERROR, True), (FULL, False)], ids=str
 )
-def test_a_step_that_fails_is_tried_again(
+def test_a_failed_compaction_step_is_retried(
     wasteful: Path, driver: Any, code: int, after: bool
 ) -> None:
     with compacting(wasteful, driver) as store:

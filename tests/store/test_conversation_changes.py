@@ -1,4 +1,4 @@
-"""Changes of metadata, beginnings and pending messages do not change the history."""
+"""Metadata, the head, pending messages and the last message can be changed without a turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add(store: ConversationStore, *messages: NewMessage) -> None:
     )
 
 
-def test_metadata_is_replaced_and_the_old_one_wiped(store: ConversationStore) -> None:
+def test_new_metadata_replaces_the_old_metadata_and_wipes_it(store: ConversationStore) -> None:
     store.create_conversation(NewConversation("tea", "f", metadata={"topic": "SECRET"}))
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     changed = store.changes.set_metadata("tea", {"topic": "milk"})
@@ -45,7 +45,9 @@ def test_metadata_is_replaced_and_the_old_one_wiped(store: ConversationStore) ->
     assert b"SECRET" not in raw(store)
 
 
-def test_an_empty_conversation_gets_what_it_begins_with(store: ConversationStore) -> None:
+def test_begin_with_sets_the_head_tools_and_options_of_an_empty_conversation(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     changed = store.changes.begin_with("tea", "Be brief.", [{"name": "kettle"}], {"depth": 1})
     assert (changed.tools, changed.template_options) == (({"name": "kettle"},), {"depth": 1})
@@ -57,14 +59,16 @@ def test_an_empty_conversation_gets_what_it_begins_with(store: ConversationStore
         store.changes.begin_with("tea", "Be long.", [], {})
 
 
-def test_what_has_a_turn_keeps_what_it_began_with(store: ConversationStore) -> None:
+def test_begin_with_is_refused_while_a_turn_runs(store: ConversationStore) -> None:
     create(store, "tea")
     begin(store, "tea", "r1", "hi", 1)
     with pytest.raises(TurnRunning):
         store.changes.begin_with("tea", "Be brief.", [], {})
 
 
-def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> None:
+def test_pending_messages_are_stored_but_are_not_part_of_the_history(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     assert pending(store) == Pending()
     add(store, *TWO)
@@ -75,18 +79,18 @@ def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> N
     assert pending(store, "cup") == Pending()
 
 
-def bring(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
+def begin_with_pending(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
     """Begin a turn that takes these pending messages."""
     asked = NewTurn(request_id, [*messages, user("and?", 1)], pending=messages)
     return store.begin_turn("tea", asked).turn.turn_id
 
 
-def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
+def test_pending_messages_are_removed_when_the_turn_that_took_them_finishes(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    turn_id = bring(store, "r1", *TWO)
+    turn_id = begin_with_pending(store, "r1", *TWO)
     assert pending(store) == Pending(TWO, taken_at=0)
     store.finish_turn(turn_id, reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
@@ -94,10 +98,10 @@ def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
     assert pending(store) == Pending((TWO[0],))
 
 
-def test_what_was_taken_is_removed_once_by_the_next_turn(store: ConversationStore) -> None:
+def test_taken_messages_are_removed_once_by_the_next_turn(store: ConversationStore) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.finish_turn(bring(store, "r1", *TWO), reply("hello", 2), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r1", *TWO), reply("hello", 2), "stop", {})
     bodies = []
     for number in range(2, 4):
         say(store, "tea", f"r{number}", user("more", 1), reply("yes", 2))
@@ -109,38 +113,38 @@ def test_what_was_taken_is_removed_once_by_the_next_turn(store: ConversationStor
     assert store.verify() == []
 
 
-def test_what_a_turn_that_failed_had_taken_is_not_lost_to_the_next_revision(
+def test_pending_messages_taken_by_a_failed_turn_survive_the_next_revision(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.fail_turn(bring(store, "r1", *TWO), "NAN_LOGITS")
+    store.fail_turn(begin_with_pending(store, "r1", *TWO), "NAN_LOGITS")
     assert pending(store).messages == TWO
     say(store, "tea", "r2", user("another", 1), reply("hello", 2))
     assert pending(store) == Pending(TWO)
-    store.interrupt_turn(bring(store, "r3", *TWO))
+    store.interrupt_turn(begin_with_pending(store, "r3", *TWO))
     store.rewind_conversation("tea", 0)
     assert pending(store) == Pending(TWO)
-    store.finish_turn(bring(store, "r3", *TWO), reply("hello", 2), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r3", *TWO), reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
 
 
-def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
+def test_a_turn_takes_exactly_the_pending_messages_or_is_refused_and_takes_none(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
     with pytest.raises(StaleRevision, match="pending at revision 0 have changed since"):
-        bring(store, "r1", *TWO[:1])
+        begin_with_pending(store, "r1", *TWO[:1])
     assert store.find_turn("tea", "r1") is None
     assert pending(store) == Pending(TWO)
     begin(store, "tea", "r2", "another", 1)
     with pytest.raises(TurnRunning):
-        bring(store, "r1", *TWO)
+        begin_with_pending(store, "r1", *TWO)
     assert pending(store) == Pending(TWO)
 
 
-def test_a_turn_that_expects_nothing_pending_does_not_overtake_what_is(
+def test_a_turn_that_expects_no_pending_messages_is_refused_if_there_are_some(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -155,7 +159,7 @@ def test_a_conversation_is_created_with_pending_messages(store: ConversationStor
     made = store.create_conversation(NewConversation("tea", "f", pending=TWO))
     assert made.has_pending
     assert pending(store) == Pending(TWO)
-    store.finish_turn(bring(store, "r1", *TWO), reply("hello", 2), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r1", *TWO), reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
 
 
@@ -181,7 +185,7 @@ def test_messages_are_deleted_from_the_end_one_by_one(store: ConversationStore) 
     create(store, "tea", user("head", 9))
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     add(store, *TWO)
-    store.finish_turn(bring(store, "r2", *TWO), reply("yes", 3), "stop", {})
+    store.finish_turn(begin_with_pending(store, "r2", *TWO), reply("yes", 3), "stop", {})
     taken_back = delete_last(store)
     assert (taken_back.is_rewound, taken_back.is_erasure_due) == (True, False)
     assert taken_back.conversation == store.get_conversation("tea")
@@ -200,7 +204,9 @@ def test_messages_are_deleted_from_the_end_one_by_one(store: ConversationStore) 
     assert store.verify() == []
 
 
-def test_the_last_reply_of_a_fork_is_the_forks_to_delete(store: ConversationStore) -> None:
+def test_deleting_the_last_reply_of_a_fork_leaves_the_source_unchanged(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     store.fork_conversation("tea", 1, "cup")
@@ -210,7 +216,9 @@ def test_the_last_reply_of_a_fork_is_the_forks_to_delete(store: ConversationStor
     assert store.verify() == []
 
 
-def test_nothing_is_deleted_of_what_has_changed_since_it_was_read(store: ConversationStore) -> None:
+def test_delete_last_is_refused_if_the_conversation_changed_since_it_was_read(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     seen = store.get_conversation("tea")
@@ -233,7 +241,7 @@ def test_nothing_is_deleted_of_what_has_changed_since_it_was_read(store: Convers
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_nothing_of_a_pending_item_that_is_the_last_is_left_on_the_disk(
+def test_no_text_of_a_pending_message_stays_on_disk_after_delete_last(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -246,7 +254,7 @@ def test_nothing_of_a_pending_item_that_is_the_last_is_left_on_the_disk(
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
+def test_no_text_of_a_removed_pending_message_stays_on_disk(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -261,7 +269,9 @@ def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_a_deletion_whose_erasure_waits_says_so(store: ConversationStore) -> None:
+def test_removing_pending_messages_reports_an_erasure_that_must_wait(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     add(store, NewMessage("user", "SECRET"))
     with reader(store):

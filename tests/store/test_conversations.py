@@ -87,7 +87,7 @@ def test_tenants_do_not_see_each_other(store: ConversationStore) -> None:
     assert store.list_conversations().conversations == ()
 
 
-def test_listing_gives_the_newest_first_in_pages(store: ConversationStore) -> None:
+def test_conversations_are_listed_newest_first_in_pages(store: ConversationStore) -> None:
     for name in "abcde":
         create(store, name)
     first = store.list_conversations(2)
@@ -99,7 +99,7 @@ def test_listing_gives_the_newest_first_in_pages(store: ConversationStore) -> No
     assert third.next_page_token == ""
 
 
-def test_a_page_ends_by_bytes_too(store: ConversationStore) -> None:
+def test_a_page_of_conversations_is_also_limited_in_bytes(store: ConversationStore) -> None:
     """A limit in bytes bounds the size of a response, and the memory for it."""
     for name in "abcde":
         large = {"note": "x" * (PAGE_BYTES_MAX // 2 - 1000)}
@@ -113,18 +113,20 @@ def test_a_page_ends_by_bytes_too(store: ConversationStore) -> None:
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "1e3", "９", "1" * 5000])
-def test_a_made_up_page_token_is_refused(store: ConversationStore, token: str) -> None:
+def test_an_invalid_page_token_is_refused(store: ConversationStore, token: str) -> None:
     with pytest.raises(InvalidArgument, match="page_token"):
         store.list_conversations(2, token)
 
 
 @pytest.mark.parametrize("page_size", [0, -1, 1001])
-def test_a_page_has_a_size(store: ConversationStore, page_size: int) -> None:
+def test_a_page_size_out_of_range_is_refused(store: ConversationStore, page_size: int) -> None:
     with pytest.raises(InvalidArgument, match="page_size"):
         store.list_conversations(page_size)
 
 
-def test_messages_tile_the_log_and_name_their_revision(store: ConversationStore) -> None:
+def test_messages_cover_the_log_without_gaps_and_have_their_revision(
+    store: ConversationStore,
+) -> None:
     two_turns(store)
     assert list(store.log("tea")) == [1, 2, 10, 11, 20, 21, 22, 30, 40, 41]
     messages = store.messages("tea", include_token_ids=True)
@@ -147,7 +149,7 @@ def test_messages_tile_the_log_and_name_their_revision(store: ConversationStore)
     ]
 
 
-def test_messages_come_in_pages_without_ids_by_default(store: ConversationStore) -> None:
+def test_messages_are_read_in_pages_without_token_ids_by_default(store: ConversationStore) -> None:
     two_turns(store)
     assert [(m.index, m.token_ids) for m in store.messages("tea", 1, 2)] == [(1, None), (2, None)]
     assert [m.index for m in store.messages("tea", 4, 2**63)] == [4]
@@ -157,7 +159,7 @@ def test_messages_come_in_pages_without_ids_by_default(store: ConversationStore)
             store.messages("tea", start, limit)
 
 
-def test_every_token_id_and_letter_comes_back(store: ConversationStore) -> None:
+def test_every_token_id_and_character_is_stored_exactly(store: ConversationStore) -> None:
     text = "\0 \u202e ́" * 3 + "\U0001f375 <|im_end|> '; DROP TABLE turns"
     extra = {"tool_calls": [{"name": "f", "arguments": {"x": 1.5, "s": "\ud83d"}}]}
     message = NewMessage("tool", text, (0, 2**32 - 1, 7), "call-1", extra)
@@ -167,13 +169,13 @@ def test_every_token_id_and_letter_comes_back(store: ConversationStore) -> None:
     assert list(stored.token_ids or ()) == [0, 2**32 - 1, 7]
 
 
-def test_text_that_utf8_cannot_carry_is_refused(store: ConversationStore) -> None:
+def test_text_with_a_lone_surrogate_is_refused(store: ConversationStore) -> None:
     with pytest.raises(InvalidArgument, match="surrogate"):
         create(store, "tea", user("\ud800"))
     assert store.list_conversations().conversations == ()
 
 
-def test_a_fork_shares_messages_up_to_a_revision_and_goes_its_own_way(
+def test_a_fork_shares_messages_up_to_a_revision_and_then_diverges(
     store: ConversationStore,
 ) -> None:
     two_turns(store)
@@ -196,13 +198,13 @@ def test_a_fork_copies_no_text_and_no_token(store: ConversationStore) -> None:
         assert conn.execute("SELECT count(*) FROM messages").fetchone() == (before,)
 
 
-def test_a_fork_at_0_holds_the_head_alone(store: ConversationStore) -> None:
+def test_a_fork_at_revision_0_has_only_the_head(store: ConversationStore) -> None:
     two_turns(store)
     assert store.fork_conversation("tea", 0, "cup").num_tokens == 2
     assert list(store.log("cup")) == [1, 2]
 
 
-def test_a_fork_needs_a_revision_that_is_in_the_history_and_a_free_id(
+def test_a_fork_needs_an_existing_revision_and_a_free_id(
     store: ConversationStore,
 ) -> None:
     two_turns(store)
@@ -217,7 +219,9 @@ def test_a_fork_needs_a_revision_that_is_in_the_history_and_a_free_id(
         store.fork_conversation("nobody", 0, "cup")
 
 
-def test_a_rewind_cuts_the_tail_and_takes_the_next_revision(store: ConversationStore) -> None:
+def test_a_rewind_removes_later_messages_and_increments_the_revision(
+    store: ConversationStore,
+) -> None:
     two_turns(store)
     assert store.rewind_conversation("tea", 1) == (3, 7)
     assert list(store.log("tea")) == [1, 2, 10, 11, 20, 21, 22]
@@ -227,7 +231,7 @@ def test_a_rewind_cuts_the_tail_and_takes_the_next_revision(store: ConversationS
     assert store.verify() == []
 
 
-def test_a_rewind_may_expect_a_revision(store: ConversationStore) -> None:
+def test_a_rewind_with_a_stale_expected_revision_is_refused(store: ConversationStore) -> None:
     two_turns(store)
     with pytest.raises(StaleRevision) as stale:
         store.rewind_conversation("tea", 0, expected_revision=1)
@@ -237,7 +241,9 @@ def test_a_rewind_may_expect_a_revision(store: ConversationStore) -> None:
     assert store.get_conversation("tea").revision == 3
 
 
-def test_what_a_rewind_cut_is_no_longer_a_place_to_go(store: ConversationStore) -> None:
+def test_a_revision_that_a_rewind_removed_is_no_target_of_a_rewind_or_fork(
+    store: ConversationStore,
+) -> None:
     two_turns(store)
     store.rewind_conversation("tea", 1)
     for revision in (2, 4):
@@ -248,13 +254,15 @@ def test_what_a_rewind_cut_is_no_longer_a_place_to_go(store: ConversationStore) 
     assert store.fork_conversation("tea", 3, "cup").num_tokens == 7  # a fork at the present end
 
 
-def test_a_rewind_to_0_leaves_the_head(store: ConversationStore) -> None:
+def test_a_rewind_to_revision_0_keeps_the_head(store: ConversationStore) -> None:
     two_turns(store)
     assert store.rewind_conversation("tea", 0) == (3, 2)
     assert list(store.log("tea")) == [1, 2]
 
 
-def test_a_fork_keeps_what_its_source_rewinds(store: ConversationStore) -> None:
+def test_a_fork_keeps_its_messages_if_its_source_is_rewound_or_deleted(
+    store: ConversationStore,
+) -> None:
     two_turns(store)
     store.fork_conversation("tea", 2, "cup")
     store.rewind_conversation("tea", 0)
@@ -264,7 +272,7 @@ def test_a_fork_keeps_what_its_source_rewinds(store: ConversationStore) -> None:
     assert store.verify() == []
 
 
-def test_while_a_turn_runs_a_fork_is_allowed_and_nothing_else(store: ConversationStore) -> None:
+def test_a_fork_is_the_only_change_allowed_while_a_turn_runs(store: ConversationStore) -> None:
     two_turns(store)
     turn_id = begin(store, "tea", "r3", "wait", 50)
     assert store.get_conversation("tea").running_turn_id == turn_id
@@ -300,7 +308,9 @@ def test_a_replaced_log_keeps_text_and_revisions(store: ConversationStore) -> No
     assert store.rewind_conversation("tea", 1) == (3, 3)
 
 
-def test_a_fork_keeps_its_tokens_when_the_source_gets_others(store: ConversationStore) -> None:
+def test_a_fork_keeps_its_tokens_when_the_log_of_its_source_is_replaced(
+    store: ConversationStore,
+) -> None:
     two_turns(store)
     store.fork_conversation("tea", 1, "cup")
     store.replace_log("tea", "fingerprint 2", [[9], [8], [7], [6], [5]])
@@ -332,7 +342,7 @@ def test_conversations_with_one_prefix_share_its_messages(store: ConversationSto
     assert store.verify() == []
 
 
-def test_another_text_under_a_prefix_is_refused(store: ConversationStore) -> None:
+def test_a_different_head_under_a_known_prefix_id_is_refused(store: ConversationStore) -> None:
     store.create_conversation(NewConversation("a", "f", [SYSTEM], prefix_id="bot"))
     loud = NewMessage("system", "Be loud.", (1, 2))
     for new in (
@@ -346,7 +356,7 @@ def test_another_text_under_a_prefix_is_refused(store: ConversationStore) -> Non
     store.create_conversation(NewConversation("b", "f", [loud], prefix_id="bot", tenant="x"))
 
 
-def test_a_prefix_with_new_tokens_is_not_shared_with_the_old_tokens(
+def test_conversations_with_different_tokens_of_a_prefix_do_not_share_it(
     store: ConversationStore,
 ) -> None:
     store.create_conversation(NewConversation("a", "f1", [SYSTEM], prefix_id="bot"))
@@ -356,7 +366,7 @@ def test_a_prefix_with_new_tokens_is_not_shared_with_the_old_tokens(
     assert store.verify() == []
 
 
-def test_a_prefix_is_not_shared_between_fingerprints_though_its_tokens_are_the_same(
+def test_a_prefix_is_not_shared_between_fingerprints_even_with_equal_tokens(
     store: ConversationStore,
 ) -> None:
     """KV of one model is useless for another model."""

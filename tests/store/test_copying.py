@@ -17,7 +17,7 @@ from pensieve.store.copying import COLUMNS, Copied, copy_history, opened
 from pensieve.store.records import ChainState, NewPrefix
 from pensieve.store.responses import StoredResponse
 from pensieve.store.shared_file import SHARED_SQLITE_MIN
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.postgres_server import PostgresServer
 from tests.store.talk import begin, create, reply, say, user
 
@@ -31,7 +31,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 def rich(store: ConversationStore) -> None:
     """Make a history with rows in each table, a NUL character, a running turn, and unused numbers."""
-    world(store)
+    write_history(store)
     turn_id = begin(store, "cup", "r7", "a\0b", 3)
     state = ChainState(b"digest", b"session")
     store.finish_turn(turn_id, reply("yes", 4, logprobs=b"packed"), "stop", {}, state)
@@ -65,7 +65,7 @@ def copy(source: tuple[Path, str], target: tuple[Path, str]) -> Copied:
         return copy_history(old, new)
 
 
-def test_all_of_a_history_comes_to_postgresql_and_back(
+def test_a_history_is_unchanged_after_a_copy_to_postgresql_and_back(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "ROWS_AT_ONCE", 3)
@@ -95,7 +95,7 @@ def begin_of(store: ConversationStore) -> int:
     return running
 
 
-def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -> None:
+def test_every_column_is_copied_except_those_about_sessions_and_owners(tmp_path: Path) -> None:
     with (
         ConversationStore.open(tmp_path, "test") as store,
         writer_of(store).reading() as conn,
@@ -117,10 +117,10 @@ def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -
     assert left_behind < {name for name, _ in found}
 
 
-def test_a_target_that_has_a_history_is_not_changed(tmp_path: Path, url: str) -> None:
+def test_a_copy_to_a_target_that_has_a_history_is_refused(tmp_path: Path, url: str) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
-        world(store)
+        write_history(store)
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         create(store, "mine")
     with pytest.raises(StoreError, match="already has a history"):
@@ -136,7 +136,7 @@ def test_a_copy_replaces_the_salts_of_a_target_without_conversations(
 ) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
-        world(store)
+        write_history(store)
         salt = store.salt_of("acme")
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         assert store.salt_of("acme") != salt
@@ -145,10 +145,12 @@ def test_a_copy_replaces_the_salts_of_a_target_without_conversations(
         assert store.salt_of("acme") == salt
 
 
-def test_a_damaged_history_is_not_partly_copied(tmp_path: Path, url: str) -> None:
+def test_a_refused_copy_of_a_damaged_history_leaves_the_target_empty(
+    tmp_path: Path, url: str
+) -> None:
     here, there = (tmp_path / "here", ""), (tmp_path, url)
     with ConversationStore.open(here[0], "test") as store:
-        world(store)
+        write_history(store)
         with writer_of(store).writing() as conn:
             conn.execute("UPDATE bodies SET crc = crc + 1 WHERE body = 5")
     with pytest.raises(StoreCorrupt, match="body 5: a record fails its checksum"):
@@ -157,24 +159,24 @@ def test_a_damaged_history_is_not_partly_copied(tmp_path: Path, url: str) -> Non
         assert store.num_conversations() == 0
 
 
-def test_a_history_that_a_daemon_has_is_not_copied(tmp_path: Path, url: str) -> None:
+def test_a_history_that_a_daemon_uses_is_not_copied(tmp_path: Path, url: str) -> None:
     with (
         ConversationStore.open(tmp_path / "data", "pensieve serve", url=url),
         pytest.raises(StoreLocked, match="in use by pensieve serve"),
         opened(tmp_path, url, "test") as backend,
         backend.writer.reading(),
     ):
-        raise AssertionError("it was opened")
+        raise AssertionError("the history was opened")
 
 
-def test_the_command_says_what_it_has_done(
+def test_the_copy_command_reports_how_much_it_copied(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ("--data", str(tmp_path / "data"), "--store", url)
     assert main(["copy", *data]) == 3
     assert "has no history" in capsys.readouterr().err
     with ConversationStore.open(tmp_path / "data", "test") as store:
-        world(store)
+        write_history(store)
     assert main(["copy", *data]) == 0
     assert "copied 3 conversations with 8 messages to PostgreSQL" in capsys.readouterr().out
     back = ("--data", str(tmp_path / "back"), "--store", url)
@@ -189,7 +191,7 @@ needs_sqlite = pytest.mark.skipif(
 
 @needs_sqlite
 @pytest.mark.parametrize("name", ["history.db", "shared/conversations.db"])
-def test_the_command_copies_to_a_shared_file_and_back(
+def test_the_copy_command_copies_to_a_shared_file_and_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     file = tmp_path / name
@@ -224,7 +226,7 @@ def test_the_command_copies_to_a_shared_file_and_back(
 
 
 @needs_sqlite
-def test_a_shared_file_is_nobodys_else_while_it_is_copied(tmp_path: Path) -> None:
+def test_a_shared_file_is_locked_while_it_is_copied(tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path / 'history.db'}"
     with opened(tmp_path, url, "pensieve copy"):
         with pytest.raises(StoreLocked, match="in use by pensieve copy, pid"):
@@ -233,7 +235,7 @@ def test_a_shared_file_is_nobodys_else_while_it_is_copied(tmp_path: Path) -> Non
             pytest.raises(StoreLocked, match="in use by pensieve copy, pid"),
             opened(tmp_path, url, "another"),
         ):
-            raise AssertionError("it was opened")
+            raise AssertionError("the history was opened")
     with pytest.raises(ValueError, match="oops"), opened(tmp_path, url, "pensieve copy"):
         raise ValueError("oops")
     with ConversationStore.open(tmp_path / "one", "test", url=url) as store:

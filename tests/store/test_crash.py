@@ -68,42 +68,42 @@ talk(0)
 """
 
 
-def one_life(
-    nursery: subprocess.Popen[str], number: int, num_turns: int, seconds: float
+def run_and_kill_worker(
+    forker: subprocess.Popen[str], number: int, num_turns: int, seconds: float
 ) -> list[tuple[str, str, int]]:
     """Kill a worker `seconds` after its `num_turns`-th turn. Return its acknowledged turns."""
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    print(number, file=nursery.stdin, flush=True)
-    pid = int(nursery.stdout.readline())
+    assert forker.stdin is not None
+    assert forker.stdout is not None
+    print(number, file=forker.stdin, flush=True)
+    pid = int(forker.stdout.readline())
     lines: list[str] = []
     if number % 5:  # otherwise the worker is killed while it opens the store
         while len(lines) < 1 + num_turns:
-            lines.append(nursery.stdout.readline())
+            lines.append(forker.stdout.readline())
             assert lines[-1] not in ("gone\n", ""), "the worker ended by itself"
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
-    while (line := nursery.stdout.readline()) != "gone\n":
+    while (line := forker.stdout.readline()) != "gone\n":
         lines.append(line)
     turns = [line.split() for line in lines if line != "ready\n"]
     return [(name, request_id, int(number)) for name, request_id, number in turns]
 
 
 def test_no_acknowledged_turn_is_lost_or_half_written(tmp_path: Path) -> None:
-    campaign(tmp_path)
+    kill_workers(tmp_path)
 
 
-def test_nor_where_calls_share_a_commit(tmp_path: Path) -> None:
-    campaign(tmp_path, num_threads=16)
+def test_no_acknowledged_turn_is_lost_if_calls_share_a_commit(tmp_path: Path) -> None:
+    kill_workers(tmp_path, num_threads=16)
 
 
 def test_no_acknowledged_turn_is_lost_or_half_written_in_postgresql(
     tmp_path: Path, postgres: PostgresServer
 ) -> None:
-    campaign(tmp_path, postgres.new_database())
+    kill_workers(tmp_path, postgres.new_database())
 
 
-def campaign(tmp_path: Path, url: str = "", num_threads: int = 1) -> None:
+def kill_workers(tmp_path: Path, url: str = "", num_threads: int = 1) -> None:
     seed = 20
     rng = random.Random(seed)
     acknowledged: list[tuple[str, str, int]] = []
@@ -112,10 +112,10 @@ def campaign(tmp_path: Path, url: str = "", num_threads: int = 1) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    ) as nursery:
+    ) as forker:
         for kill in range(NUM_KILLS):
             num_lines = rng.randrange(12) + (num_threads - 1) * rng.randrange(8)
-            acknowledged += one_life(nursery, kill, num_lines, rng.uniform(0.0, 0.01))
+            acknowledged += run_and_kill_worker(forker, kill, num_lines, rng.uniform(0.0, 0.01))
             with ConversationStore.open(tmp_path, "pensieve test", url=url) as store:
                 assert store.integrity_check_due or kill % 5 == 0 or url
                 assert store.integrity_check() == []

@@ -55,7 +55,9 @@ def test_the_text_of_a_prefix_is_stored_once(store: ConversationStore) -> None:
     assert found.num_conversations == 10
 
 
-def test_prefixes_are_counted_apart_and_not_listed(store: ConversationStore) -> None:
+def test_prefixes_are_counted_and_listed_separately_from_conversations(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     declare(store)
     declare(store, "other")
@@ -95,7 +97,7 @@ def test_prefixes_are_counted_apart_and_not_listed(store: ConversationStore) -> 
     reader.close()
 
 
-def test_a_prefix_is_inside_its_tenant(store: ConversationStore) -> None:
+def test_a_prefix_is_visible_only_to_its_tenant(store: ConversationStore) -> None:
     declare(store, tenant="a")
     declare(store, tenant="b", messages=HEAD[:1], keep_warm=True)
     begin(store, "tea", tenant="b")
@@ -111,7 +113,7 @@ def test_a_prefix_is_inside_its_tenant(store: ConversationStore) -> None:
     reader.close()
 
 
-def test_what_was_made_under_a_prefix_outlives_it(store: ConversationStore) -> None:
+def test_a_conversation_outlives_the_prefix_it_was_created_with(store: ConversationStore) -> None:
     declare(store)
     begin(store, "tea")
     say(store, "tea", "r1", user("hi", 7), reply("hello", 8))
@@ -125,7 +127,7 @@ def test_what_was_made_under_a_prefix_outlives_it(store: ConversationStore) -> N
     assert b"Be kind" not in raw(store)
 
 
-def test_no_rewind_removes_what_a_conversation_began_with(store: ConversationStore) -> None:
+def test_a_rewind_keeps_the_messages_of_the_prefix(store: ConversationStore) -> None:
     declare(store)
     begin(store, "tea")
     conversation = store.get_conversation("tea")
@@ -137,7 +139,7 @@ def test_no_rewind_removes_what_a_conversation_began_with(store: ConversationSto
     assert list(store.log("tea")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> None:
+def test_a_prefix_id_must_be_valid_and_is_declared_only_once(store: ConversationStore) -> None:
     declare(store)
     with pytest.raises(AlreadyExists, match="prefix 'rules' already exists"):
         declare(store, messages=HEAD[:1])
@@ -150,7 +152,7 @@ def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> Non
         begin(store, "prefix:tea")
 
 
-def test_names_that_are_not_declared_are_the_hints_that_they_were(store: ConversationStore) -> None:
+def test_the_id_of_a_deleted_prefix_is_only_a_hint_again(store: ConversationStore) -> None:
     """After its deletion, a prefix no longer decides how later conversations with its id begin."""
     declare(store)
     begin(store, "tea")
@@ -172,7 +174,9 @@ def test_prefixes_survive_a_restart(open_store: Callable[..., ConversationStore]
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_a_prefix_without_its_conversation_is_damage(store: ConversationStore, driver: Any) -> None:
+def test_verify_reports_a_prefix_without_its_conversation(
+    store: ConversationStore, driver: Any
+) -> None:
     declare(store)
     path = store.folder.database_path
     store.close()

@@ -74,7 +74,9 @@ def test_a_deleted_id_is_free_again(store: ConversationStore) -> None:
     assert list(store.log("tea")) == []
 
 
-def test_what_a_fork_holds_stays_and_goes_with_the_fork(store: ConversationStore) -> None:
+def test_text_shared_with_a_fork_is_erased_when_the_fork_is_deleted(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("SECRET-one", 1), reply("SECRET-two", 2))
     say(store, "tea", "r2", user("SECRET-three", 3), reply("SECRET-four", 4))
@@ -95,7 +97,9 @@ def test_what_a_fork_holds_stays_and_goes_with_the_fork(store: ConversationStore
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_copy_survives_between_the_pages(store: ConversationStore, seed: int) -> None:
+def test_no_copy_of_deleted_text_survives_in_split_or_merged_pages(
+    store: ConversationStore, seed: int
+) -> None:
     """Pages fill, split and merge. Copies that SQLite made when it moved a text must be gone, too."""
     rng = random.Random(seed)
     texts: dict[str, list[str]] = {f"c{number}": [] for number in range(40)}
@@ -127,7 +131,7 @@ def reader(store: ConversationStore) -> Iterator[None]:
         yield
 
 
-def test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases(
+def test_a_deletion_reports_that_a_reader_delays_the_erasure_and_a_retry_erases(
     store: ConversationStore,
 ) -> None:
     create(store, "a", user("SECRET-a", 1))
@@ -152,7 +156,9 @@ def test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases(
     assert not store.erasure.due
 
 
-def test_a_step_erases_once_the_reader_has_ended(store: ConversationStore) -> None:
+def test_an_erasure_step_erases_the_text_after_the_reader_has_ended(
+    store: ConversationStore,
+) -> None:
     create(store, "a", user("SECRET-a", 1))
     with reader(store):
         for delete_or_step in (lambda: store.delete_conversation("a"), store.erasure.step):
@@ -187,7 +193,7 @@ def test_a_deletion_does_not_wait_for_a_reader(
     assert has_answered
 
 
-def test_other_writers_are_waited_for_also_after_a_truncation(
+def test_a_deletion_restores_the_busy_timeout_of_the_connection(
     store: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
     store.close()
@@ -212,7 +218,7 @@ store.delete_conversation("a")
 """
 
 
-def test_what_a_dying_process_did_not_erase_is_erased_by_the_next(tmp_path: Path) -> None:
+def test_the_next_process_erases_text_that_a_dying_process_did_not_erase(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
     assert child.returncode == 9
     assert b"SECRET-a" in (tmp_path / "conversations.db-wal").read_bytes()
@@ -224,7 +230,7 @@ def test_what_a_dying_process_did_not_erase_is_erased_by_the_next(tmp_path: Path
         assert not store.erasure.due
 
 
-def test_recovery_leaves_nothing_of_the_memory_in_a_file(tmp_path: Path) -> None:
+def test_wal_recovery_writes_no_uninitialized_memory_to_the_shm_file(tmp_path: Path) -> None:
     """A SQLite connection that recovers a log can write uninitialized memory to the -shm file."""
     subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
     with ConversationStore.open(tmp_path, "test"):
@@ -235,7 +241,7 @@ def test_recovery_leaves_nothing_of_the_memory_in_a_file(tmp_path: Path) -> None
     assert max(struct.unpack_from("=8192H", shared, 16384)) < 100
 
 
-def test_what_a_reader_kept_beyond_the_end_of_the_process_is_erased_by_the_next(
+def test_the_next_process_completes_an_erasure_that_a_reader_delayed(
     store: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
     create(store, "a", user("SECRET-a", 1))
@@ -252,7 +258,9 @@ def test_what_a_reader_kept_beyond_the_end_of_the_process_is_erased_by_the_next(
     assert b"SECRET" not in raw(store)
 
 
-def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -> None:
+def test_later_steps_complete_an_erasure_that_failed_on_a_full_disk(
+    tmp_path: Path, driver: Any
+) -> None:
     """Whichever statement of the deletion fails, later steps erase the text."""
     for countdown in itertools.count(1):
         faults = FaultyDriver(driver, FULL, False, True)
@@ -272,13 +280,13 @@ def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -
     assert countdown > 10
 
 
-def test_a_read_makes_way_for_an_erasure_and_not_for_ever(store: ConversationStore) -> None:
+def test_a_read_waits_for_a_pending_erasure_but_not_forever(store: ConversationStore) -> None:
     create(store, "tea", user("hi", 1))
     writer, running = writer_of(store), store._transactions
     pending = iter([True, True, True, False])
     reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: next(pending))
     assert reader.get_conversation("tea").num_messages == 1
-    assert list(pending) == [], "it has waited until the erasure was done"
+    assert list(pending) == [], "the read did not wait for the erasure"
     reader.close()
     reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: True)
     assert reader.get_conversation("tea").num_messages == 1

@@ -13,7 +13,15 @@ from pensieve.errors import PensieveError, StoreCorrupt, StoreUnavailable
 from pensieve.store import (
     ConversationStore,
 )
-from tests.store.faulty import FaultyDriver, begun, database_of, history, opened, world, writer_of
+from tests.store.faulty import (
+    FaultyDriver,
+    begun,
+    database_of,
+    history,
+    opened,
+    write_history,
+    writer_of,
+)
 from tests.store.talk import create, reply
 
 pytestmark = pytest.mark.sqlite  # faults of SQLite's files are the subject
@@ -32,7 +40,7 @@ FULL, IO_ERROR = 13, 10
         (26, StoreCorrupt, "the file is not a database"),
     ],
 )
-def test_an_error_of_sqlite_is_one_line(
+def test_each_sqlite_error_is_reported_in_one_line(
     folder: Path, driver: Any, code: int, error: type[PensieveError], words: str
 ) -> None:
     faults = FaultyDriver(driver, code, False, False)
@@ -58,7 +66,7 @@ def test_after_an_io_error_a_new_connection_is_used(folder: Path, driver: Any, c
         create(store, "new")
 
 
-def test_a_mistake_in_the_program_stays_what_it_is(folder: Path, driver: Any) -> None:
+def test_an_sql_error_of_the_program_is_raised_unchanged(folder: Path, driver: Any) -> None:
     faults = FaultyDriver(driver, 1, False, False)
     with opened(folder, "copy", faults) as store:
         faults.arm(2)
@@ -67,8 +75,8 @@ def test_a_mistake_in_the_program_stays_what_it_is(folder: Path, driver: Any) ->
         create(store, "new")
 
 
-def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(store: ConversationStore) -> None:
-    world(store)
+def test_a_full_disk_refuses_the_turn_and_keeps_the_history(store: ConversationStore) -> None:
+    write_history(store)
     before = history(store)
     with writer_of(store).reading() as conn:
         (num_pages,) = conn.execute("PRAGMA page_count").fetchone()
@@ -107,7 +115,7 @@ store.close()
 """
 
 
-def test_a_file_that_cannot_grow_refuses_the_turn_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_turn_is_refused_if_the_file_cannot_grow_and_nothing_is_lost(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FILE_LIMIT_CHILD, str(tmp_path)], capture_output=True, text=True
     )

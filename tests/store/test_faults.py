@@ -26,7 +26,7 @@ def delete_last(store: ConversationStore) -> None:
     store.changes.delete_last("tea", seen.revision, seen.created_at, ())
 
 
-class Act:
+class Operation:
     """One public operation on the world. `prepare` runs before the fault is armed."""
 
     def __init__(
@@ -38,31 +38,31 @@ class Act:
         self.prepare = prepare
 
 
-ACTS = {
-    "create": Act(
+OPERATIONS = {
+    "create": Operation(
         lambda store, _: store.create_conversation(
             NewConversation("new", "f", [HEAD], prefix_id="bot")
         )
     ),
-    "create_with_own_head": Act(
+    "create_with_own_head": Operation(
         lambda store, _: store.create_conversation(NewConversation("new", "f", [HEAD, HEAD]))
     ),
-    "create_with_pending": Act(
+    "create_with_pending": Operation(
         lambda store, _: store.create_conversation(NewConversation("new", "f", pending=[HEAD]))
     ),
-    "delete_last": Act(lambda store, _: delete_last(store)),
-    "fork": Act(lambda store, _: store.fork_conversation("tea", 1, "new")),
-    "rewind": Act(lambda store, _: store.rewind_conversation("cup", 0)),
-    "replace_log": Act(lambda store, _: store.replace_log("cup", "f2", [[9]] * 3)),
-    "delete": Act(lambda store, _: store.delete_conversation("tea")),
-    "begin": Act(lambda store, _: begun(store)),
-    "begin_again": Act(lambda store, _: begin(store, "pot", "r2", "hi", 50)),
-    "finish": Act(
+    "delete_last": Operation(lambda store, _: delete_last(store)),
+    "fork": Operation(lambda store, _: store.fork_conversation("tea", 1, "new")),
+    "rewind": Operation(lambda store, _: store.rewind_conversation("cup", 0)),
+    "replace_log": Operation(lambda store, _: store.replace_log("cup", "f2", [[9]] * 3)),
+    "delete": Operation(lambda store, _: store.delete_conversation("tea")),
+    "begin": Operation(lambda store, _: begun(store)),
+    "begin_again": Operation(lambda store, _: begin(store, "pot", "r2", "hi", 50)),
+    "finish": Operation(
         lambda store, turn_id: store.finish_turn(turn_id, reply("ok", 70), "stop", {}), begun
     ),
-    "fail": Act(lambda store, turn_id: store.fail_turn(turn_id, "NAN_LOGITS"), begun),
-    "interrupt": Act(lambda store, turn_id: store.interrupt_turn(turn_id), begun),
-    "read": Act(
+    "fail": Operation(lambda store, turn_id: store.fail_turn(turn_id, "NAN_LOGITS"), begun),
+    "interrupt": Operation(lambda store, turn_id: store.interrupt_turn(turn_id), begun),
+    "read": Operation(
         lambda store, _: (store.turn_messages(1), store.find_turn("tea", "r1"), history(store))
     ),
 }
@@ -81,9 +81,9 @@ ENDS = (
     "begin",
     "finish",
     "fail",
-)  # enough for the other faults, because other acts behave like these
+)  # enough for the other faults, because other operations behave like these
 CASES = [
-    *((name, DRIVERS[0], "error") for name in ACTS),
+    *((name, DRIVERS[0], "error") for name in OPERATIONS),
     *((name, DRIVERS[0], fault) for name in ENDS for fault in ("error-after", "full-until-healed")),
     *((name, driver, "error") for name in ("begin", "finish", "delete") for driver in DRIVERS[1:]),
 ]
@@ -95,25 +95,25 @@ CASES = [
     ids=["-".join(case) for case in CASES],
     indirect=["driver"],
 )
-def test_an_operation_happens_or_does_not(
+def test_an_operation_with_a_failed_statement_happens_completely_or_not_at_all(
     folder: Path, driver: Any, name: str, code: int, after: bool, lasting: bool
 ) -> None:
-    act = ACTS[name]
+    operation = OPERATIONS[name]
     with opened(folder, "wanted", driver) as store:
-        subject = act.prepare(store)
+        subject = operation.prepare(store)
         before = history(store)
-        act.run(store, subject)
+        operation.run(store, subject)
         wanted = history(store)
     fault_points = 0
     while True:
         fault_points += 1
         faults = FaultyDriver(driver, code, after, lasting)
         with opened(folder, f"copy{fault_points}", faults) as store:
-            subject = act.prepare(store)
+            subject = operation.prepare(store)
             faults.arm(fault_points)
             raised = False
             try:
-                act.run(store, subject)
+                operation.run(store, subject)
             except StoreUnavailable:
                 raised = True
             faults.heal()
@@ -129,7 +129,9 @@ def test_an_operation_happens_or_does_not(
     assert fault_points > 4
 
 
-def test_a_store_opens_after_every_failure_to_open(folder: Path, driver: Any) -> None:
+def test_a_store_can_be_opened_after_any_statement_of_an_open_has_failed(
+    folder: Path, driver: Any
+) -> None:
     with ConversationStore.open(folder, "test", driver=driver) as store:
         wanted = history(store)
         begun(store)

@@ -51,7 +51,7 @@ def test_the_error_names_the_process_that_uses_the_folder(tmp_path: Path) -> Non
         assert store.integrity_check_due
 
 
-def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
+def test_a_process_cannot_open_a_folder_twice(tmp_path: Path) -> None:
     with (
         ConversationStore.open(tmp_path, "pensieve chat"),
         pytest.raises(StoreLocked, match=f"pensieve chat, pid {os.getpid()}"),
@@ -61,7 +61,7 @@ def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["history.db", "conversations.db"])
-def test_a_database_that_is_a_link_is_locked_where_it_is(tmp_path: Path, name: str) -> None:
+def test_a_linked_database_is_locked_at_its_real_path(tmp_path: Path, name: str) -> None:
     """The database is opened through another folder's link, through its own folder, or by `--store`."""
     file = tmp_path / "real" / name
     for folder in ("real", "one", "two"):
@@ -89,7 +89,7 @@ def test_a_database_that_is_a_link_is_locked_where_it_is(tmp_path: Path, name: s
                 ConversationStore.open(tmp_path / "one", "pensieve chat")
 
 
-def test_a_link_whose_holder_was_killed_is_checked_by_the_next_one(tmp_path: Path) -> None:
+def test_a_linked_database_is_due_for_a_check_after_its_holder_was_killed(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "conversations.db").symlink_to(tmp_path / "history.db")
@@ -107,7 +107,7 @@ def test_a_link_whose_holder_was_killed_is_checked_by_the_next_one(tmp_path: Pat
         assert not store.integrity_check_due
 
 
-def test_a_holder_that_left_no_name_is_another_process(tmp_path: Path) -> None:
+def test_a_lock_without_a_readable_name_is_reported_as_another_process(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, "pensieve chat")
     (tmp_path / "lock").write_bytes(b"\xff\xfe?")
     with pytest.raises(StoreLocked, match="in use by another process"):
@@ -133,7 +133,7 @@ def test_clean_and_unclean_stops_are_recorded(
 
 @pytest.mark.parametrize("is_unclean", [False, True])
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_who_has_its_history_elsewhere_changes_nothing_that_is_known_of_this_one(
+def test_a_daemon_with_its_history_elsewhere_does_not_change_the_folders_marks(
     tmp_path: Path, is_unclean: bool, is_killed: bool
 ) -> None:
     folder = DataFolder.open(tmp_path, "pensieve serve")
@@ -165,7 +165,7 @@ def test_an_integrity_check_stays_due_until_it_has_passed(
     assert not open_store().integrity_check_due
 
 
-def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> None:
+def test_files_of_the_data_folder_are_private_to_their_owner(store: ConversationStore) -> None:
     create(store, "tea")
     folder = store.folder.path
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -203,7 +203,7 @@ def test_a_folder_with_files_of_other_programs_is_not_changed_and_gets_a_warning
         assert store.folder.is_open_to_others
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"file/data cannot be used: Not a directory"):
         ConversationStore.open(tmp_path / "file" / "data", "pensieve chat")
@@ -230,7 +230,7 @@ except PensieveError as error:
 """
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     for parent in (tmp_path, *tmp_path.parents[:2]):
         parent.chmod(0o755)
     path = tmp_path / "data"
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert done.stdout == (f"StoreError the data folder {path} cannot be used: Permission denied\n")
 
 
-def test_a_disk_too_full_for_the_mark_leaves_the_old_one(
+def test_a_full_disk_leaves_the_old_clean_close_marker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty marker means a clean close, so a failed write on a full disk must not leave one."""

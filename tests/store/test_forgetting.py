@@ -14,7 +14,7 @@ from pensieve.store.compaction import Compaction, CompactionPhase
 from pensieve.store.records import ChainState, KeyedTurn
 from pensieve.store.sqlite_backend import Erasure
 from pensieve.store.turn_rows import idempotency_key
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_8, TO_SCHEMA_8
 from tests.store.talk import begin, create, reply, say, user
 
@@ -38,8 +38,8 @@ def request_ids(store: ConversationStore, driver: Any) -> int:
         return count
 
 
-def test_an_old_request_counts_as_new_and_the_history_stays(store: ConversationStore) -> None:
-    world(store)
+def test_a_forgotten_request_runs_as_new_and_the_history_stays(store: ConversationStore) -> None:
+    write_history(store)
     before = history(store)
     turn = store.find_turn("tea", "r1")
     assert turn is not None
@@ -90,7 +90,7 @@ def test_logprobs_are_deleted_with_the_request_of_their_turn(
     assert not [file for file in path.parent.iterdir() if b"SECRET" in file.read_bytes()]
 
 
-def test_logprobs_go_when_the_text_is_tokenized_again(store: ConversationStore) -> None:
+def test_replacing_the_log_deletes_its_logprobs(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2, logprobs=b"packed"))
     turn = store.find_turn("tea", "r1")
@@ -102,7 +102,7 @@ def test_logprobs_go_when_the_text_is_tokenized_again(store: ConversationStore) 
     assert store.verify() == []
 
 
-def test_a_step_wipes_few_bytes_of_logprobs(
+def test_a_forgetting_step_wipes_a_bounded_number_of_logprob_bytes(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forgetting, "FORGOTTEN_BYTES", 1000)
@@ -115,7 +115,7 @@ def test_a_step_wipes_few_bytes_of_logprobs(
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -> None:
+def test_text_that_no_history_holds_is_deleted_with_its_request(store: ConversationStore) -> None:
     """Interrupted, failed and rewound turns are forgotten, but not turns that a fork still has."""
     create(store, "tea")
     say(store, "tea", "r1", user("kept by a fork", 1), reply("yes", 2))
@@ -132,7 +132,7 @@ def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -
         assert gone not in content
 
 
-def test_a_turn_that_runs_or_ended_late_keeps_its_request(
+def test_a_running_or_recently_ended_turn_keeps_its_request(
     store: ConversationStore, driver: Any
 ) -> None:
     create(store, "tea")
@@ -153,7 +153,7 @@ def test_a_turn_that_runs_or_ended_late_keeps_its_request(
     assert store.get_turn(running).state is StoredTurnState.COMPLETED
 
 
-def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front(
+def test_a_forgetting_pass_takes_small_steps_and_the_next_pass_continues_after_it(
     open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forgetting, "LOOKED_AT", 10)
@@ -174,7 +174,7 @@ def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_forgotten_conversations_are_deleted_and_compacted_like_others(
+def test_conversations_with_forgotten_requests_are_deleted_and_compacted_like_others(
     open_store: Open, tmp_path: Path
 ) -> None:
     store = open_store(compact_bytes_min=1)
@@ -196,7 +196,7 @@ def test_forgotten_conversations_are_deleted_and_compacted_like_others(
     assert b"a secret" not in store.folder.database_path.read_bytes()
 
 
-def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_turn(
+def test_an_idempotency_key_of_schema_8_is_migrated_and_forgotten_with_its_turn(
     open_store: Open, driver: Any
 ) -> None:
     """In schema 8, the key was stored as a chain of the request's first message."""

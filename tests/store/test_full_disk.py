@@ -18,7 +18,7 @@ pytestmark = pytest.mark.sqlite
 
 
 @pytest.mark.parametrize("as_on_macos", [False, True])
-def test_space_is_kept_and_given_up(
+def test_disk_space_is_reserved_and_released(
     as_on_macos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if as_on_macos:
@@ -37,7 +37,7 @@ def test_space_is_kept_and_given_up(
     ("code", "free", "kind"),
     [(13, 9, DiskFull), (10, 0, DiskFull), (10, 9, StoreUnavailable), (11, 0, StoreCorrupt)],
 )
-def test_an_io_error_on_a_full_disk_is_a_full_disk(
+def test_an_io_error_on_a_full_disk_is_reported_as_a_full_disk(
     code: int, free: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite reports an I/O error if its -shm file cannot grow."""
@@ -47,7 +47,9 @@ def test_an_io_error_on_a_full_disk_is_a_full_disk(
     assert type(explained(error, tmp_path / "history.db")) is kind
 
 
-def test_a_part_of_the_space_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reserve_that_cannot_be_fully_allocated_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fill(descriptor: int, start: int, num_bytes: int) -> None:
         os.write(descriptor, b"part")
         raise OSError(errno.ENOSPC, "no space left")

@@ -22,7 +22,7 @@ def idle(store: ConversationStore, before: float) -> list[tuple[str, str]]:
         after = last
 
 
-def test_those_that_did_not_change_since_are_found_page_by_page(
+def test_idle_conversations_are_found_in_pages(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversation_rows, "LOOKED_AT", 3)
@@ -39,7 +39,9 @@ def test_those_that_did_not_change_since_are_found_page_by_page(
     assert idle(store, 0.0) == []
 
 
-def test_prefixes_and_running_turns_are_no_idle_conversations(store: ConversationStore) -> None:
+def test_prefixes_and_conversations_with_a_running_turn_are_not_idle(
+    store: ConversationStore,
+) -> None:
     store.prefixes.declare(NewPrefix("p", "f", [user("Be brief.", 1)], [], {}, False, 0.0, ""))
     create(store, "busy")
     create(store, "idle")

@@ -14,7 +14,7 @@ from tests.store.faulty import writer_of
 Open = Callable[..., ConversationStore]
 
 
-def test_a_job_is_the_daemons_that_took_it_and_stays_so_when_that_starts_again(start: Open) -> None:
+def test_a_job_belongs_to_the_daemon_that_took_it_also_after_a_restart(start: Open) -> None:
     a, b = start("a"), start("b")
     a.job_owners.take("acme", "nightly", 1.0)
     assert a.job_owners.find("acme", "nightly") == JobOwner("a", "a:1", is_ours=True)
@@ -29,7 +29,7 @@ def test_a_job_is_the_daemons_that_took_it_and_stays_so_when_that_starts_again(s
     assert b.job_owners.find("acme", "nightly") == JobOwner("new-name", "new-name:1", is_ours=False)
 
 
-def test_only_the_owner_lets_go_of_a_job(start: Open) -> None:
+def test_only_the_owner_can_release_a_job(start: Open) -> None:
     a, b = start("a"), start("b")
     a.job_owners.take("", "nightly", 1.0)
     b.job_owners.release("", "nightly")
@@ -40,7 +40,7 @@ def test_only_the_owner_lets_go_of_a_job(start: Open) -> None:
     b.job_owners.take("", "nightly", 2.0)
 
 
-def test_the_rows_become_those_of_the_jobs_that_are_there(start: Open) -> None:
+def test_keep_makes_the_rows_match_the_daemons_existing_jobs(start: Open) -> None:
     a, b = start("a"), start("b")
     for job_id in ("kept", "gone"):
         a.job_owners.take("", job_id, 1.0)
@@ -69,7 +69,7 @@ def test_the_rows_become_those_of_the_jobs_that_are_there(start: Open) -> None:
     assert owner == JobOwner("new-name", "", is_ours=False)
 
 
-def test_rows_of_a_folder_that_does_not_come_back_are_forgotten(start: Open) -> None:
+def test_job_rows_of_a_daemon_that_never_restarts_are_deleted_after_a_time(start: Open) -> None:
     a, b = start("a"), start("b")
     for job_id in ("nightly", "weekly"):
         a.job_owners.take("", job_id, 1.0)
@@ -92,7 +92,7 @@ def test_rows_of_a_folder_that_does_not_come_back_are_forgotten(start: Open) -> 
     ]
 
 
-def test_rows_of_a_daemon_that_was_killed_are_forgotten(start: Open) -> None:
+def test_job_rows_of_a_killed_daemon_are_deleted_after_a_time(start: Open) -> None:
     a, b = start("a"), start("b")
     a.job_owners.take("", "nightly", 1.0)
     vars(a)["_leases"].close()

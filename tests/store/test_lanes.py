@@ -91,7 +91,7 @@ def first(
     monkeypatch.setattr(module, name, called)
 
 
-def test_each_thread_talks_in_its_own_conversations_and_nothing_is_lost_or_miscounted(
+def test_concurrent_turns_of_many_threads_are_neither_lost_nor_miscounted(
     store: ConversationStore,
 ) -> None:
     num_turns = 10 * SCALE
@@ -111,7 +111,9 @@ def test_each_thread_talks_in_its_own_conversations_and_nothing_is_lost_or_misco
     assert store.figures.num_commits >= 2 * num_turns * LANES
 
 
-def test_of_many_that_make_the_same_conversation_one_succeeds(store: ConversationStore) -> None:
+def test_one_of_many_concurrent_creations_of_a_conversation_succeeds(
+    store: ConversationStore,
+) -> None:
     found = at_once(*[lambda: create(store, "tea", user("head", 1))] * LANES)
     refused = [each for each in found if isinstance(each, AlreadyExists)]
     assert len(refused) == LANES - 1
@@ -136,7 +138,7 @@ def test_a_call_that_loses_a_race_is_retried(
     assert store.verify() == []
 
 
-def test_it_is_made_again_a_few_times_and_then_unavailable(
+def test_a_call_that_loses_every_race_fails_after_a_few_retries(
     store: ConversationStore, elsewhere: Callable[[str], object]
 ) -> None:
     create(store, "tea")
@@ -153,7 +155,7 @@ def test_it_is_made_again_a_few_times_and_then_unavailable(
     assert store.verify() == []
 
 
-def test_a_turn_whose_end_loses_a_race_stays_live_until_the_next_call_ends_it(
+def test_a_turn_whose_end_loses_a_race_stays_live_until_the_retry_ends_it(
     store: ConversationStore,
     elsewhere: Callable[[str], object],
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +197,7 @@ def test_a_turn_whose_end_loses_every_race_is_interrupted_by_the_next_transactio
     assert list(store.log("tea")) == [1, 2]
 
 
-def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: ConversationStore) -> None:
+def test_no_thread_interrupts_a_turn_that_another_thread_begins(store: ConversationStore) -> None:
     """Threads look for dead turns while others begin and end turns."""
     transactions = vars(store)["_transactions"]
     done = threading.Event()
@@ -224,7 +226,7 @@ def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: Conversa
     assert store.verify() == []
 
 
-def test_what_two_deletions_at_once_leave_unheld_is_wiped(
+def test_concurrent_deletions_of_a_conversation_and_its_fork_wipe_the_shared_text(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither deletion sees the other. Each leaves the shared message to the other, so one must repeat."""
@@ -250,7 +252,9 @@ def test_what_two_deletions_at_once_leave_unheld_is_wiped(
     assert store.verify() == []
 
 
-def test_a_fork_and_a_deletion_at_once_leave_a_whole_history(store: ConversationStore) -> None:
+def test_a_concurrent_fork_and_deletion_leave_a_consistent_history(
+    store: ConversationStore,
+) -> None:
     for number in range(5 * SCALE):
         name, copy = f"tea{number}", f"cup{number}"
         create(store, name, user("head", 1))
@@ -265,7 +269,7 @@ def test_a_fork_and_a_deletion_at_once_leave_a_whole_history(store: Conversation
     assert store.verify() == []
 
 
-def test_a_connection_that_is_lost_is_that_of_its_thread_alone(
+def test_a_lost_connection_affects_only_its_own_thread(
     store: ConversationStore, postgres: PostgresServer
 ) -> None:
     for name in ("tea", "cup"):
@@ -294,7 +298,7 @@ SLOW_COMMIT = (
 )
 
 
-def test_a_commit_whose_connection_was_lost_leaves_no_turn_that_nobody_computes(
+def test_a_commit_after_its_connection_was_lost_leaves_no_running_turn(
     store: ConversationStore, elsewhere: Callable[[str], Any]
 ) -> None:
     """The next write uses another connection, while the server still runs the COMMIT."""
@@ -321,7 +325,7 @@ def test_a_commit_whose_connection_was_lost_leaves_no_turn_that_nobody_computes(
     say(store, "tea", "r2", user("hi", 1), reply("hello", 2))
 
 
-def test_pending_messages_do_not_change_while_a_turn_that_has_taken_them_begins_again(
+def test_pending_messages_cannot_change_while_the_turn_that_took_them_begins_again(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create(store, "tea")
@@ -340,7 +344,7 @@ def test_pending_messages_do_not_change_while_a_turn_that_has_taken_them_begins_
     assert store.verify() == []
 
 
-def test_who_loses_the_race_to_make_a_conversation_does_not_call_its_kv_stale(
+def test_losing_the_race_to_create_a_conversation_does_not_report_its_kv_as_stale(
     store: ConversationStore, elsewhere: Callable[[str], Any]
 ) -> None:
     create(store, "tea")
@@ -365,7 +369,7 @@ def test_who_loses_the_race_to_make_a_conversation_does_not_call_its_kv_stale(
     assert stale == ["cup"]
 
 
-def test_daemons_that_open_a_new_database_at_once_all_have_it(tmp_path: Path, url: str) -> None:
+def test_several_daemons_can_open_a_new_database_at_once(tmp_path: Path, url: str) -> None:
     def opened(number: int) -> ConversationStore:
         options = {"url": url, "replica": f"r{number}", "num_lanes": 2}
         return ConversationStore.open(tmp_path / f"data{number}", "test", **options)
@@ -382,7 +386,7 @@ def test_daemons_that_open_a_new_database_at_once_all_have_it(tmp_path: Path, ur
 
 
 @pytest.mark.parametrize("code", ["40001", "40P01", "23505", "23503"])
-def test_what_another_transaction_has_caused_is_a_conflict(code: str) -> None:
+def test_an_error_caused_by_a_concurrent_transaction_is_a_conflict(code: str) -> None:
     class Failed(Exception):
         sqlstate = code
 
@@ -390,7 +394,7 @@ def test_what_another_transaction_has_caused_is_a_conflict(code: str) -> None:
     assert "a value" not in str(explained(Failed("lost\nDETAIL: a value"), "postgresql:///h"))
 
 
-def test_the_bytes_of_a_tenant_are_counted_in_rows_of_each_connection(
+def test_each_connection_counts_the_bytes_of_a_tenant_in_its_own_row(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")

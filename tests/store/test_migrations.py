@@ -63,7 +63,9 @@ def path(open_store: Open) -> Path:
     return store.folder.database_path
 
 
-def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
+def test_the_database_file_records_its_application_schema_and_migrations(
+    path: Path, driver: Any
+) -> None:
     conn = driver.connect(str(path))
     assert conn.execute("PRAGMA application_id").fetchone() == (0x50656E73,)
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
@@ -75,7 +77,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
     conn.close()
 
 
-def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStore) -> None:
+def test_the_writer_uses_durable_commits_and_secure_delete(store: ConversationStore) -> None:
     with writer_of(store).reading() as conn:
         pragmas = {
             name: conn.execute(f"PRAGMA {name}").fetchone()[0]
@@ -156,7 +158,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
     assert list(open_store().log("tea")) == [1, 2]
 
 
-def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:
+def test_a_refused_open_releases_the_folder(path: Path, driver: Any, open_store: Open) -> None:
     edit(path, driver, f"PRAGMA user_version = {NEWEST + 1}")
     for _ in range(2):
         with pytest.raises(StoreTooNew):
@@ -177,7 +179,7 @@ def test_a_database_of_another_program_is_refused(
         open_store()
 
 
-def test_a_file_that_is_no_database_is_refused(path: Path, open_store: Open) -> None:
+def test_a_file_that_is_not_a_database_is_refused(path: Path, open_store: Open) -> None:
     path.write_bytes(b"To be, or not to be" * 1000)
     with pytest.raises(StoreCorrupt, match="the file is not a database"):
         open_store()
@@ -246,7 +248,7 @@ def test_a_deletion_removes_the_copy_that_a_migration_made(
     assert not [file for file in path.parent.iterdir() if b"hello" in file.read_bytes()]
 
 
-def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
+def test_a_deletion_is_refused_if_the_copy_of_a_migration_cannot_be_removed(
     path: Path, driver: Any, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit(path, driver, *TO_SCHEMA_1)
@@ -266,7 +268,7 @@ def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
     assert [file.name for file in path.parent.iterdir() if "version" in file.name] == []
 
 
-def test_what_an_earlier_version_has_stored_is_counted(
+def test_a_migration_counts_the_bytes_that_an_earlier_version_stored(
     path: Path, driver: Any, open_store: Open
 ) -> None:
     with open_store() as store:

@@ -315,7 +315,7 @@ class World:
 
 
 @pytest.mark.parametrize("number", range(6 * SCALE))
-def test_every_call_comes_out_as_the_model_says(number: int, tmp_path: Path) -> None:
+def test_every_call_ends_as_the_model_predicts(number: int, tmp_path: Path) -> None:
     world = World(tmp_path, SEED + number)
     try:
         for _ in range(NUM_STEPS):

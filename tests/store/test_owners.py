@@ -14,7 +14,7 @@ from pensieve.store.conversation_changes import Pending
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.leases import Leases
 from pensieve.store.records import KeyedTurn, NewPrefix
-from tests.store.faulty import begun, history, world, writer_of
+from tests.store.faulty import begun, history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_9, TO_SCHEMA_9
 from tests.store.talk import begin, create, reply, say, user
 
@@ -39,7 +39,7 @@ def own_elsewhere(store: ConversationStore, name: str) -> None:
         conn.execute("UPDATE turns SET state = 'interrupted' WHERE turn_id = ?", (running or 0,))
 
 
-def test_each_opening_is_a_session_and_the_one_before_has_ended(open_store: Open) -> None:
+def test_each_open_starts_a_session_and_the_previous_session_has_ended(open_store: Open) -> None:
     store = open_store(replica="a")
     create(store, "tea")
     first = store.owners.owner("tea")
@@ -62,12 +62,12 @@ def test_each_opening_is_a_session_and_the_one_before_has_ended(open_store: Open
     assert now.session > first.session
 
 
-def test_a_history_of_the_schema_before_is_all_there_and_its_owners_keep_nobody_out(
+def test_a_history_of_schema_9_is_complete_and_its_old_owners_block_no_claim(
     open_store: Open, driver: Any
 ) -> None:
-    """Its sessions belonged to an earlier history service, which was the only one to set owners."""
+    """In schema 9, only a service that no longer exists wrote sessions and owners."""
     store = open_store()
-    world(store)
+    write_history(store)
     waits = Pending((NewMessage("user", "waits"),))
     store.changes.change_pending("cup", lambda pending: waits)
     keyed = NewTurn("key", [user("again", 7)], history_digest=b"digest")
@@ -105,15 +105,17 @@ def test_a_history_of_the_schema_before_is_all_there_and_its_owners_keep_nobody_
         assert store.verify() == store.integrity_check() == []
 
 
-def test_a_turn_of_another_daemon_that_is_left_running_is_not_taken_for_ended(
+def test_interrupting_a_turn_of_another_daemon_has_no_effect(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
     with writer_of(store).writing() as conn:
         conn.execute("UPDATE owners SET session = ?, epoch = ?", (OTHER, OTHER))
-    store.interrupt_turn(turn_id)  # has no effect: another daemon owns the turn
-    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED  # that daemon is not alive
+    store.interrupt_turn(turn_id)  # another daemon owns the conversation, so this changes no row
+    assert (
+        store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
+    )  # as read: its owner is dead
 
 
 def test_an_unexpected_error_does_not_end_the_lease_thread(
@@ -146,7 +148,7 @@ def test_an_unexpected_error_does_not_end_the_lease_thread(
     assert "unexpected error in the lease thread" in caplog.text
 
 
-def test_a_lease_is_renewed_though_transactions_that_stand_still_cannot_be_ended(
+def test_a_lease_is_renewed_even_if_hanging_transactions_cannot_be_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done: list[str] = []
@@ -185,7 +187,7 @@ def test_a_lease_is_renewed_though_transactions_that_stand_still_cannot_be_ended
     ]
 
 
-def test_who_makes_a_conversation_has_it(store: ConversationStore) -> None:
+def test_the_daemon_that_creates_a_conversation_owns_it(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     store.fork_conversation("tea", 1, "cup")
@@ -224,7 +226,7 @@ def test_a_turn_is_ended_only_by_the_owner_of_its_conversation(store: Conversati
     assert list(store.log("cup")) == []
 
 
-def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_is_known(
+def test_a_repeated_finish_returns_the_stored_result_after_another_daemon_claimed_the_conversation(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -234,7 +236,7 @@ def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_i
     assert store.finish_turn(running, reply("hello", 2), "stop", {}, attempt=1) == 1
 
 
-def test_recovery_leaves_a_turn_alone_that_another_session_computes(
+def test_recovery_does_not_interrupt_a_turn_of_another_live_session(
     store: ConversationStore,
 ) -> None:
     """A store that is unsure about its turns interrupts only turns of its own conversations."""
@@ -277,7 +279,9 @@ def test_recovery_leaves_a_turn_alone_that_another_session_computes(
     assert (again.turn.turn_id, again.turn.attempts) == (other, 2)
 
 
-def test_an_epoch_is_above_all_before_also_in_a_history_that_was_restored(open_store: Open) -> None:
+def test_new_epochs_are_greater_than_all_earlier_epochs_also_after_a_restore(
+    open_store: Open,
+) -> None:
     store = open_store(now=lambda: 1e9)
     create(store, "tea")
     before = store.owners.owner("tea")
@@ -291,7 +295,7 @@ def test_an_epoch_is_above_all_before_also_in_a_history_that_was_restored(open_s
     assert after.epoch > 2_000_000_000_000_000
 
 
-def test_what_the_engine_may_have_of_a_name_is_outdated(store: ConversationStore) -> None:
+def test_a_claim_reports_the_conversations_cached_state_as_stale(store: ConversationStore) -> None:
     stale: list[tuple[str, str]] = []
     store.watch(lambda tenant, name: stale.append((tenant, name)))
     create(store, "tea")
@@ -307,7 +311,9 @@ def test_what_the_engine_may_have_of_a_name_is_outdated(store: ConversationStore
     store.claim("can")  # does not exist
 
 
-def test_a_prefix_that_was_declared_anew_is_outdated(store: ConversationStore) -> None:
+def test_a_prefix_declared_again_by_another_daemon_is_reported_as_stale(
+    store: ConversationStore,
+) -> None:
     stale: list[tuple[str, str]] = []
     head = [NewMessage("system", "Be brief.", (1, 2))]
     store.prefixes.declare(NewPrefix("rules", "f", head))

@@ -18,7 +18,7 @@ NO_TABLE = ("turns_running", "CONSTANT ROWS", "-ROW VALUES")  # or an almost emp
 WHOLE_ON_PURPOSE = {"sqlite_schema", "space", "epochs", "_sqlite_migrations"}
 
 
-def test_the_daily_work_reads_no_whole_table(
+def test_no_everyday_statement_scans_a_whole_table(
     store: ConversationStore, open_store: Any, driver: Any
 ) -> None:
     statements: set[str] = set()

@@ -38,10 +38,10 @@ from pensieve.store.postgres.wire import Wire, escaped, unescaped
 from pensieve.store.records import ChainState
 from tests.scale import SCALE
 from tests.store import postgres_server
-from tests.store.faulty import NEVER, history, world, writer_of
+from tests.store.faulty import NEVER, history, write_history, writer_of
 from tests.store.postgres_server import USER, PostgresServer
 from tests.store.talk import begin, create, reply, say, user
-from tests.store.test_faults import ACTS
+from tests.store.test_faults import OPERATIONS
 
 SECRET = "hunter2"
 
@@ -92,7 +92,7 @@ def alone(url: str) -> PostgresLanes:
     return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, True, 5.0)
 
 
-def test_who_needs_the_history_alone_is_refused_and_learns_who_has_it(
+def test_exclusive_access_is_refused_while_others_are_connected_and_names_them(
     opened: Open, url: str
 ) -> None:
     with opened("pensieve serve"), opened("another"):
@@ -112,7 +112,7 @@ def test_who_needs_the_history_alone_is_refused_and_learns_who_has_it(
     opened("another")
 
 
-def test_a_step_of_the_schema_needs_the_history_alone(
+def test_a_schema_migration_needs_exclusive_access(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened("pensieve serve"):
@@ -125,13 +125,15 @@ def test_a_step_of_the_schema_needs_the_history_alone(
         opened("another")
 
 
-def test_who_has_the_history_next_is_there_as_soon_as_the_one_before_has_gone(opened: Open) -> None:
+def test_a_history_can_be_opened_as_soon_as_the_previous_process_has_closed_it(
+    opened: Open,
+) -> None:
     with opened("first") as store:
         create(store, "tea", user("hi", 1))
     assert list(opened("second").log("tea")) == [1]
 
 
-def test_a_process_that_lost_the_history_stops_writing(
+def test_a_process_that_lost_its_exclusive_access_stops_writing(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     """The process had opened the history exclusively. A shared one would lose only claimed conversations."""
@@ -153,7 +155,7 @@ def test_a_process_that_lost_the_history_stops_writing(
 # -- sessions that are lost --
 
 
-def test_a_session_that_ended_while_nothing_was_done_is_no_error(
+def test_a_session_that_ended_while_idle_is_replaced_without_an_error(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     store = opened()
@@ -167,7 +169,7 @@ def test_a_session_that_ended_while_nothing_was_done_is_no_error(
     reader.close()
 
 
-def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
+def test_a_new_session_ends_the_old_session_of_a_broken_connection(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     """The network has failed. The client's end of the connection is closed, but not the server's."""
@@ -261,20 +263,20 @@ class LostAt:
 
 CASES = [(name, True) for name in ("begin", "finish")] + [("delete", False), ("finish", False)]
 if SCALE > 1:
-    CASES = [(name, after) for name in ACTS for after in (False, True)]
+    CASES = [(name, after) for name in OPERATIONS for after in (False, True)]
 
 
 @pytest.mark.parametrize(("name", "after"), CASES)
-def test_an_operation_whose_session_is_lost_has_its_whole_effect_or_none(
+def test_an_operation_that_loses_its_session_happens_completely_or_not_at_all(
     tmp_path: Path,
     postgres: PostgresServer,
     name: str,
     after: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    act, template = ACTS[name], postgres.new_database()
+    operation, template = OPERATIONS[name], postgres.new_database()
     with ConversationStore.open(tmp_path / "world", "test", url=template) as store:
-        world(store)
+        write_history(store)
 
     faults = LostAt(after, monkeypatch)
 
@@ -285,9 +287,9 @@ def test_an_operation_whose_session_is_lost_has_its_whole_effect_or_none(
 
     url, store = copy(0)
     with store:
-        subject = act.prepare(store)
+        subject = operation.prepare(store)
         before = history(store)
-        act.run(store, subject)
+        operation.run(store, subject)
         wanted = history(store)
     postgres.drop(url)
     point = 0
@@ -295,11 +297,11 @@ def test_an_operation_whose_session_is_lost_has_its_whole_effect_or_none(
         point += 1
         url, store = copy(point)
         with store:
-            subject = act.prepare(store)
+            subject = operation.prepare(store)
             faults.arm(point)
             raised = False
             try:
-                act.run(store, subject)
+                operation.run(store, subject)
             except StoreUnavailable:
                 raised = True
             faults.heal()
@@ -315,7 +317,7 @@ def test_an_operation_whose_session_is_lost_has_its_whole_effect_or_none(
     assert point > 4
 
 
-def test_an_end_that_was_committed_despite_an_error_is_not_doubled(
+def test_a_turn_end_that_committed_despite_an_error_is_not_stored_twice(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
@@ -341,7 +343,7 @@ def test_an_end_that_was_committed_despite_an_error_is_not_doubled(
 # -- characters, names and numbers --
 
 
-def test_every_letter_comes_back(opened: Open) -> None:
+def test_every_character_is_stored_exactly(opened: Open) -> None:
     store = opened()
     names = ["a\0", "a\x1a0", "a\x1a", "a\x1a1", "ä\U0001f600\x1a\0", "%s ? :conversation"]
     for name in names:
@@ -363,7 +365,7 @@ def begin_of(store: ConversationStore, tenant: str) -> int:
     return store.begin_turn("tea", request, tenant=tenant).turn.turn_id
 
 
-def test_statements_and_texts_in_the_words_of_postgresql() -> None:
+def test_statements_and_texts_are_translated_for_postgresql() -> None:
     by_place = translated("SELECT ? WHERE b LIKE '5%' AND x::text = ?")
     assert tuple(by_place) == ("SELECT $1 WHERE b LIKE '5%' AND x::text = $2", ())
     assert by_place.in_order((1, "a")) == (1, "a")
@@ -375,7 +377,7 @@ def test_statements_and_texts_in_the_words_of_postgresql() -> None:
         assert unescaped(escaped(text)) == text
 
 
-def test_values_come_back_as_they_went(opened: Open) -> None:
+def test_values_of_all_types_are_read_as_they_were_written(opened: Open) -> None:
     values = (None, True, 2**63 - 1, -(2**63), 0, 1.5, -0.1, 1e300, b"\0\xff", b"", "ä", "")
     types = ("text", "bool", *["int8"] * 3, *["float8"] * 3, *["bytea"] * 2, *["text"] * 2)
     marks = ", ".join(f"?::{each}" for each in types)
@@ -392,7 +394,7 @@ def test_values_come_back_as_they_went(opened: Open) -> None:
 # -- the schema --
 
 
-def test_the_tables_and_columns_are_those_of_sqlite(
+def test_postgresql_and_sqlite_have_the_same_tables_and_columns(
     opened: Open, tmp_path: Path, postgres: PostgresServer, url: str
 ) -> None:
     """Finds a migration step that is missing in one of the schemas."""
@@ -465,7 +467,7 @@ def test_sessions_are_durable_despite_settings_of_the_server_or_role(
 # -- deletion and damage --
 
 
-def test_the_rows_of_what_was_deleted_go_in_steps(opened: Open, monkeypatch: Any) -> None:
+def test_rows_of_deleted_conversations_are_erased_in_steps(opened: Open, monkeypatch: Any) -> None:
     monkeypatch.setattr("pensieve.store.postgres.backend.ERASED_AT_ONCE", 4)
     store = opened()
     for name in ("tea", "cup"):
@@ -487,7 +489,7 @@ def test_the_rows_of_what_was_deleted_go_in_steps(opened: Open, monkeypatch: Any
 
 def test_a_scrub_finds_a_record_that_fails_its_checksum(opened: Open) -> None:
     store = opened()
-    world(store)
+    write_history(store)
     scrub = store.scrub()
     num_steps = scrub.num_steps()
     while not scrub.num_passes:
@@ -503,7 +505,7 @@ def test_a_scrub_finds_a_record_that_fails_its_checksum(opened: Open) -> None:
     assert store.integrity_check() != []
 
 
-def test_what_an_earlier_process_has_wiped_is_found_by_the_next(opened: Open) -> None:
+def test_the_next_process_erases_the_rows_that_an_earlier_process_wiped(opened: Open) -> None:
     with opened() as store:
         create(store, "tea")
         assert not store.erasure.due
@@ -516,7 +518,7 @@ def test_what_an_earlier_process_has_wiped_is_found_by_the_next(opened: Open) ->
 
 
 @pytest.mark.parametrize("table", ["turns", "chains"])
-def test_a_damaged_page_is_found_also_where_an_index_has_the_numbers(
+def test_a_scrub_finds_a_damaged_page_even_where_an_index_could_answer(
     tmp_path: Path, table: str
 ) -> None:
     if problem := postgres_server.missing():
@@ -553,7 +555,7 @@ def test_a_damaged_page_is_found_also_where_an_index_has_the_numbers(
         server.close()
 
 
-def test_damage_is_known_to_whoever_opens_the_history_next_and_to_no_other_history(
+def test_a_damage_mark_belongs_to_the_history_and_not_to_the_data_folder(
     opened: Open, tmp_path: Path
 ) -> None:
     folder = tmp_path / "data0"
@@ -593,7 +595,7 @@ def with_amcheck(postgres: PostgresServer) -> Iterator[PostgresServer]:
         server.close()
 
 
-def test_indices_are_checked_where_the_role_may(
+def test_indexes_are_checked_if_the_role_is_allowed_to(
     tmp_path: Path, with_amcheck: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     postgres, url = with_amcheck, with_amcheck.new_database()
@@ -605,7 +607,7 @@ def test_indices_are_checked_where_the_role_may(
         postgres.execute(f"GRANT CREATE ON DATABASE {name} TO modest")
         modest = url.replace(f"{USER}@", "modest@")
         with ConversationStore.open(tmp_path / "data", "test", url=modest) as store:
-            world(store)
+            write_history(store)
             assert store.integrity_check() == []
             assert "does not let this role call amcheck's bt_index_check" in caplog.text
             caplog.clear()
@@ -631,11 +633,11 @@ def damage_an_index(postgres: PostgresServer, name: str) -> None:
     )
 
 
-def test_a_check_has_no_limit_but_that_of_its_statements(
+def test_verify_and_integrity_check_have_no_total_time_limit(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
-    world(store)
+    write_history(store)
     hours = itertools.count()
     clock = types.SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
     monkeypatch.setattr("pensieve.store.backend.time", clock)
@@ -647,11 +649,11 @@ def test_a_check_has_no_limit_but_that_of_its_statements(
 # -- round trips --
 
 
-class Flights:
+class RoundTrips:
     """A proxy for the server's socket that counts the client's round trips."""
 
     def __init__(self, server: Path, place: Path) -> None:
-        self.num_flights = 0
+        self.num_round_trips = 0
         self._has_heard = True
         self._server = str(server / ".s.PGSQL.5432")
         self._socket = socket.socket(socket.AF_UNIX)
@@ -675,30 +677,30 @@ class Flights:
                 for here in select.select([client, server], [], [])[0]:
                     if not (data := here.recv(1 << 16)):
                         return
-                    self.num_flights += here is client and self._has_heard
+                    self.num_round_trips += here is client and self._has_heard
                     self._has_heard = here is server
                     (server if here is client else client).sendall(data)
 
 
-def test_a_turn_takes_two_messages_there_and_back_to_begin_and_two_to_end(
+def test_beginning_and_ending_a_turn_take_two_round_trips_each(
     opened: Open, postgres: PostgresServer, url: str, tmp_path: Path
 ) -> None:
-    flights = Flights(postgres.path, tmp_path)
+    round_trips = RoundTrips(postgres.path, tmp_path)
     store = opened(url=url.replace(str(postgres.path), str(tmp_path)))
     create(store, "tea")
     counts = []
     for number in range(5):
-        before = flights.num_flights
+        before = round_trips.num_round_trips
         turn_id = begin(store, "tea", f"r{number}", "hi", 1)
-        begun = flights.num_flights
+        begun = round_trips.num_round_trips
         store.finish_turn(turn_id, reply("hello", 2), "stop", {})
-        counts.append((begun - before, flights.num_flights - begun))
+        counts.append((begun - before, round_trips.num_round_trips - begun))
     assert counts[1:] == [(2, 2)] * 4  # the first turn also reserves numbers
     store.close()
-    flights.close()
+    round_trips.close()
 
 
-def test_an_error_inside_a_savepoint_is_raised_before_it_ends_and_undone_with_it(
+def test_an_error_inside_a_savepoint_is_raised_at_its_release_and_the_rollback_undoes_its_writes(
     opened: Open,
 ) -> None:
     store = opened()
@@ -719,7 +721,7 @@ def test_an_error_inside_a_savepoint_is_raised_before_it_ends_and_undone_with_it
     assert rows == [("a",), ("c",)]
 
 
-def test_no_session_stays_in_a_transaction_whatever_became_of_it(
+def test_no_session_stays_in_a_transaction_even_after_an_error(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     store = opened()
@@ -750,7 +752,7 @@ def test_no_session_stays_in_a_transaction_whatever_became_of_it(
     reads.close()
 
 
-def test_an_error_that_nobody_has_waited_for_undoes_the_transaction(opened: Open) -> None:
+def test_an_unread_error_rolls_back_the_transaction(opened: Open) -> None:
     store = opened()
     insert = "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES ('a', 1, 0)"
 
@@ -774,7 +776,7 @@ def psycopg_error(name: str = "IntegrityError") -> Any:
 # -- secrets --
 
 
-def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
+def test_a_password_appears_in_no_error_log_line_or_shown_setting(
     tmp_path: Path,
     postgres: PostgresServer,
     capsys: pytest.CaptureFixture[str],
@@ -809,7 +811,9 @@ def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
         f"mysql://me:{SECRET}@host/db",
     ],
 )
-def test_an_address_that_might_be_taken_apart_otherwise_is_refused_unseen(given: str) -> None:
+def test_an_address_that_another_parser_could_split_differently_is_refused_and_not_shown(
+    given: str,
+) -> None:
     with pytest.raises(ConfigError, match="--store must be an address such as") as caught:
         resolve({"store": given}, {})
     assert SECRET not in str(caught.value)
@@ -826,11 +830,11 @@ def test_an_address_that_might_be_taken_apart_otherwise_is_refused_unseen(given:
         "postgresql://me@%2Frun%2Fpostgresql/history",
     ],
 )
-def test_an_address_is_taken_as_it_is(given: str) -> None:
+def test_a_valid_store_address_is_accepted_unchanged(given: str) -> None:
     assert resolve({"store": given}, {}).settings.store == given
 
 
-def test_a_full_disk_is_told_at_once(opened: Open) -> None:
+def test_a_full_disk_is_reported_at_once(opened: Open) -> None:
     store = opened()
     writer, told = writer_of(store), []
     store.figures.on_full = lambda: told.append(1)
@@ -841,7 +845,7 @@ def test_a_full_disk_is_told_at_once(opened: Open) -> None:
         assert len(told) == num_told
 
 
-def test_room_is_looked_for_by_a_write(opened: Open) -> None:
+def test_has_room_tests_the_disk_with_a_write(opened: Open) -> None:
     store = opened()
     assert store.erasure.has_room()
     with writer_of(store).reading() as conn:

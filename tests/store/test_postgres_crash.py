@@ -92,14 +92,14 @@ class Talker:
 
     def look(self) -> int:
         """Return how many turns were acknowledged so far."""
-        assert self._process.poll() is None, "it ended by itself"
+        assert self._process.poll() is None, "the process ended by itself"
         self._read()
         return len(self.acknowledged)
 
     def wait_for(self, number: int) -> None:
         end = time.monotonic() + SECONDS_MAX
         while self.look() < number:
-            assert time.monotonic() < end, "turns do not go on"
+            assert time.monotonic() < end, "no more turns were acknowledged"
             time.sleep(0.005)
 
     def kill(self) -> None:
@@ -144,7 +144,7 @@ def long_question(number: int) -> NewMessage:
     return user(random.Random(number).randbytes(100_000).hex(), 1)
 
 
-def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
+def test_a_full_disk_refuses_the_turn_and_keeps_the_history(
     tmp_path: Path, server: PostgresServer
 ) -> None:
     small = server.path / "small"
@@ -183,7 +183,7 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
-def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresServer) -> None:
+def test_a_damaged_page_is_reported_as_damage(tmp_path: Path, server: PostgresServer) -> None:
     # Autovacuum would record that the damaged page has room, and that a scan of the table is cheap. Then the
     # last `create` would use the damaged page, or read all pages.
     server.execute("ALTER SYSTEM SET autovacuum = off")
@@ -269,7 +269,7 @@ def test_a_standby_takes_over_with_every_acknowledged_turn(
         standby.close()
 
 
-def test_a_dump_is_restored_as_the_same_history(tmp_path: Path, server: PostgresServer) -> None:
+def test_a_restored_dump_has_the_same_history(tmp_path: Path, server: PostgresServer) -> None:
     url, other = server.new_database(), server.new_database()
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         create(store, "tea")

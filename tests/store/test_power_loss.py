@@ -89,7 +89,7 @@ def promised(events: Sequence[Event]) -> tuple[dict[str, dict[str, str]], set[st
     return turns, gone
 
 
-def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
+def broken_promises(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
     """Return the promises that a history breaks after a power loss that follows these events."""
     turns, gone = promised(events)
     wrong = []
@@ -112,7 +112,9 @@ def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[st
     return wrong
 
 
-def losses(events: Sequence[Event], folder: Path, driver: Any, num_seeds: int) -> list[str]:
+def problems_after_losses(
+    events: Sequence[Event], folder: Path, driver: Any, num_seeds: int
+) -> list[str]:
     """Return the problems after power losses at several moments. Half of them come right after a promise."""
     notes = [at for at, event in enumerate(events) if event.what == NOTE]
     found = []
@@ -123,7 +125,9 @@ def losses(events: Sequence[Event], folder: Path, driver: Any, num_seeds: int) -
         place.mkdir(parents=True)
         for name, content in files_after(events[: at + 1], rng).items():
             (place / name).write_bytes(content)
-        found += [f"seed {seed}: {each}" for each in what_is_wrong(place, events[: at + 1], driver)]
+        found += [
+            f"seed {seed}: {each}" for each in broken_promises(place, events[: at + 1], driver)
+        ]
     return found
 
 
@@ -133,7 +137,7 @@ def test_a_power_loss_loses_no_acknowledged_turn(
     events = record(library, tmp_path / "data", driver)
     assert sum(event.what == NOTE for event in events) > 60
     assert sum(event.name.endswith("-wal") for event in events) > 500
-    assert losses(events, tmp_path / "after", driver, NUM_SEEDS) == []
+    assert problems_after_losses(events, tmp_path / "after", driver, NUM_SEEDS) == []
 
 
 @pytest.mark.parametrize("synchronous", ["NORMAL", "OFF"])
@@ -142,5 +146,5 @@ def test_without_a_sync_at_each_commit_acknowledged_turns_would_be_lost(
 ) -> None:
     """This shows that the simulated power loss of the test above can lose data."""
     events = record(library, tmp_path / "data", driver, synchronous)
-    found = losses(events, tmp_path / "after", driver, 12)
+    found = problems_after_losses(events, tmp_path / "after", driver, 12)
     assert any("is lost" in each for each in found)

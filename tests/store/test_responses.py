@@ -60,7 +60,9 @@ def test_a_response_is_found_by_its_id_and_tenant(spoken: ConversationStore) -> 
     assert spoken.verify() == []
 
 
-def test_what_is_saved_again_takes_the_place_of_what_was(spoken: ConversationStore) -> None:
+def test_saving_a_response_again_replaces_it_and_wipes_the_old_text(
+    spoken: ConversationStore,
+) -> None:
     spoken.responses.save(of_tea(revision=None, body={"status": "SECRET-queued"}))
     spoken.responses.save(of_tea(body={"status": "completed"}))
     again = found(spoken, "resp_1")
@@ -71,7 +73,9 @@ def test_what_is_saved_again_takes_the_place_of_what_was(spoken: ConversationSto
     assert spoken.verify() == []
 
 
-def test_a_response_needs_its_conversation(spoken: ConversationStore) -> None:
+def test_a_response_needs_an_existing_conversation_and_cannot_move_to_another(
+    spoken: ConversationStore,
+) -> None:
     with pytest.raises(NotFound):
         spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="none"))
     spoken.responses.save(of_tea())
@@ -91,7 +95,7 @@ def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore)
         spoken.responses.delete("resp_1")
 
 
-def test_a_response_goes_with_its_conversation(spoken: ConversationStore) -> None:
+def test_a_response_is_deleted_with_its_conversation(spoken: ConversationStore) -> None:
     spoken.responses.save(of_tea())
     spoken.delete_conversation("tea")
     assert b"SECRET" not in raw(spoken)
@@ -99,7 +103,9 @@ def test_a_response_goes_with_its_conversation(spoken: ConversationStore) -> Non
     assert spoken.verify() == []
 
 
-def test_a_conversation_of_ours_goes_with_its_last_response(spoken: ConversationStore) -> None:
+def test_a_conversation_created_for_a_response_is_to_be_deleted_with_its_last_response(
+    spoken: ConversationStore,
+) -> None:
     spoken.responses.save(of_tea("resp_1", is_ours=True))
     say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
     spoken.responses.save(of_tea("resp_2", 2, is_ours=True))
@@ -107,19 +113,25 @@ def test_a_conversation_of_ours_goes_with_its_last_response(spoken: Conversation
     assert spoken.responses.delete("resp_1").conversation_id == "tea"
 
 
-def test_a_conversation_that_somebody_has_gone_on_with_stays(spoken: ConversationStore) -> None:
+def test_a_continued_conversation_is_kept_after_its_last_response_is_deleted(
+    spoken: ConversationStore,
+) -> None:
     spoken.responses.save(of_tea(is_ours=True))
     say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
     assert spoken.responses.delete("resp_1").conversation_id == ""
 
 
-def test_a_conversation_in_which_a_turn_runs_stays(spoken: ConversationStore) -> None:
+def test_a_conversation_with_a_running_turn_is_kept_after_its_last_response_is_deleted(
+    spoken: ConversationStore,
+) -> None:
     spoken.responses.save(of_tea(is_ours=True))
     begin(spoken, "tea", "r2", "more", 30)
     assert spoken.responses.delete("resp_1").conversation_id == ""
 
 
-def test_a_conversation_that_a_client_made_stays(spoken: ConversationStore) -> None:
+def test_a_conversation_created_by_a_client_is_kept_after_its_last_response_is_deleted(
+    spoken: ConversationStore,
+) -> None:
     spoken.responses.save(of_tea())
     assert spoken.responses.delete("resp_1").conversation_id == ""
 

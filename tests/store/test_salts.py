@@ -1,4 +1,4 @@
-"""Each tenant has one random salt, whoever asks for it and whenever."""
+"""Each tenant has one random salt. It never changes, even if threads or daemons create it at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.errors import StoreCorrupt
 from pensieve.store import ConversationStore
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_11, TO_SCHEMA_11
 
 Open = Callable[..., ConversationStore]
@@ -59,14 +59,14 @@ def test_a_known_salt_is_not_read_again(open_store: Open) -> None:
     assert stored(store) == []
 
 
-def test_threads_that_make_a_salt_at_once_get_the_same(open_store: Open) -> None:
+def test_threads_that_create_a_salt_at_once_get_the_same_salt(open_store: Open) -> None:
     store = open_store(random_bits=drawn_together(1, 2, 3))
     with ThreadPoolExecutor(3) as threads:
         salts = set(threads.map(store.salt_of, ["acme"] * 3))
     assert stored(store) == [("acme", *salts)]
 
 
-def test_daemons_that_make_a_salt_at_once_get_the_same(start: Open) -> None:
+def test_daemons_that_create_a_salt_at_once_get_the_same_salt(start: Open) -> None:
     draw = drawn_together(1, 2)
     daemons = [start(name, random_bits=draw) for name in ("a", "b")]
     with ThreadPoolExecutor(2) as threads:
@@ -104,11 +104,11 @@ def test_a_damaged_salt_is_not_used(store: ConversationStore) -> None:
         store.salt_of("acme")
 
 
-def test_a_history_of_the_schema_before_has_no_salts_and_gets_them(
+def test_a_history_of_schema_11_gets_salts_after_its_migration(
     open_store: Open, driver: Any
 ) -> None:
     with open_store() as store:
-        world(store)
+        write_history(store)
         store.salt_of("acme")
         before = history(store)
         with writer_of(store).writing() as conn:

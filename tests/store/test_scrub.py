@@ -11,7 +11,7 @@ import pytest
 from pensieve.store import ConversationStore, sqlite_backend, verify
 from pensieve.store.responses import StoredResponse
 from pensieve.store.sqlite_backend import scrub_of_files
-from tests.store.faulty import world, writer_of
+from tests.store.faulty import write_history, writer_of
 from tests.store.talk import create, reply, say, user
 
 pytestmark = pytest.mark.sqlite  # damages SQLite's file; PostgreSQL's are in test_postgres.py
@@ -28,14 +28,14 @@ def whole_pass(path: Path, driver: Any) -> list[str]:
         if scrub.num_passes:
             assert number < num_steps  # the pauses between steps are computed from this estimate
             return []
-    raise AssertionError("it does not come to its end")
+    raise AssertionError("the scrub did not complete a pass")
 
 
 @pytest.fixture
 def path(open_store: Open) -> Path:
     """The closed database of a history in which every table and index has several pages."""
     store = open_store()
-    world(store)
+    write_history(store)
     for number in range(60):
         create(store, f"c{number}", user("head", 1))
         for turn in range(3):
@@ -61,7 +61,7 @@ def test_a_sound_history_has_no_problems(
     assert whole_pass(path, driver) == []
 
 
-def test_damage_of_any_page_is_found(path: Path, driver: Any) -> None:
+def test_damage_in_any_page_is_found(path: Path, driver: Any) -> None:
     sound = path.read_bytes()
     conn = driver.connect(f"file:{path}?mode=ro", uri=True)
     (page_bytes,) = conn.execute("PRAGMA page_size").fetchone()
@@ -94,7 +94,7 @@ def test_a_flipped_bit_in_a_text_is_found(path: Path, driver: Any) -> None:
         "UPDATE tenants SET tenant = CAST(x'ff' AS TEXT)",
     ],
 )
-def test_a_text_that_is_no_text_any_more_is_damage_and_no_fault_of_ours(
+def test_text_that_is_not_valid_utf8_is_reported_as_damage(
     path: Path, driver: Any, open_store: Open, damage: str
 ) -> None:
     """The driver has no error code for such a text. The error must still not end the daemon."""
@@ -108,7 +108,7 @@ def test_a_text_that_is_no_text_any_more_is_damage_and_no_fault_of_ours(
         assert "a text is damaged" in store.verify()[0]
 
 
-def test_it_goes_on_beside_deletions_and_keeps_none_of_them_waiting(
+def test_a_scrub_continues_during_deletions_and_delays_none_of_them(
     open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()

@@ -126,7 +126,7 @@ def live(store: ConversationStore) -> set[int]:
     return set(vars(vars(store)["_transactions"])["_live"])
 
 
-def test_those_that_wait_share_a_commit(store: ConversationStore, recorder: Recorder) -> None:
+def test_waiting_calls_share_a_commit(store: ConversationStore, recorder: Recorder) -> None:
     names = [f"c{number}" for number in range(5)]
     turns = begun(store, *names)
     before = store.figures.num_commits
@@ -139,7 +139,7 @@ def test_those_that_wait_share_a_commit(store: ConversationStore, recorder: Reco
     assert store.verify() == []
 
 
-def test_a_call_that_is_alone_has_a_transaction_of_its_own(
+def test_a_call_without_other_waiting_calls_uses_no_savepoint(
     store: ConversationStore, recorder: Recorder
 ) -> None:
     create(store, "tea")
@@ -164,7 +164,7 @@ def test_a_failed_call_does_not_affect_the_other_calls(
     assert store.verify() == []
 
 
-def test_what_a_failing_call_wrote_is_undone(store: ConversationStore) -> None:
+def test_the_writes_of_a_failed_call_are_rolled_back(store: ConversationStore) -> None:
     (turn_id,) = begun(store, "tea")
 
     def half() -> None:
@@ -189,7 +189,7 @@ def test_what_a_failing_call_wrote_is_undone(store: ConversationStore) -> None:
 
 
 @pytest.mark.parametrize("code", [FULL, IO_ERROR, BUSY])
-def test_a_commit_that_fails_fails_all_and_nothing_is_remembered(
+def test_a_failed_commit_fails_all_its_calls_and_leaves_no_live_turn(
     store: ConversationStore, recorder: Recorder, code: int
 ) -> None:
     names = ("tea", "cup", "pot")
@@ -246,7 +246,7 @@ def test_if_the_database_fails_one_call_the_other_calls_are_retried(
     assert store.verify() == []
 
 
-def test_a_savepoint_that_cannot_be_undone_takes_the_others_with_it_and_they_come_again(
+def test_if_a_savepoint_cannot_be_rolled_back_the_other_calls_are_retried(
     store: ConversationStore, recorder: Recorder
 ) -> None:
     turns = begun(store, "tea", "cup")
@@ -264,7 +264,7 @@ def test_a_savepoint_that_cannot_be_undone_takes_the_others_with_it_and_they_com
     assert store.verify() == []
 
 
-def test_a_read_sees_what_is_committed_and_goes_before_the_next_group(
+def test_a_read_sees_the_last_commit_and_runs_before_the_next_group(
     store: ConversationStore, recorder: Recorder
 ) -> None:
     (turn_id,) = begun(store, "tea")
@@ -281,7 +281,9 @@ def test_a_read_sees_what_is_committed_and_goes_before_the_next_group(
     assert recorder.num("COMMIT") == 1
 
 
-def test_a_deletion_is_alone(store: ConversationStore, recorder: Recorder) -> None:
+def test_a_deletion_shares_its_commit_with_no_other_call(
+    store: ConversationStore, recorder: Recorder
+) -> None:
     (turn_id,) = begun(store, "tea")
     create(store, "cup")
     recorder.statements.clear()
@@ -298,7 +300,7 @@ def partial_delete(store: ConversationStore) -> Callable[[], None]:
     return lambda: store.delete_conversation("cup")
 
 
-def test_a_group_ends_when_its_time_is_over(
+def test_a_group_accepts_no_more_calls_after_its_time_limit(
     store: ConversationStore, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_commits, "GROUP_SECONDS", 0.0)
@@ -308,7 +310,7 @@ def test_a_group_ends_when_its_time_is_over(
     assert (recorder.num("SAVEPOINT"), recorder.num("COMMIT")) == (0, 3)
 
 
-def test_nobody_is_answered_before_the_commit(store: ConversationStore, recorder: Recorder) -> None:
+def test_no_call_returns_before_its_commit(store: ConversationStore, recorder: Recorder) -> None:
     turns = begun(store, "tea", "cup", "pot")
     answered: list[int] = []
     at_commit: list[int] = []
@@ -329,7 +331,7 @@ def test_nobody_is_answered_before_the_commit(store: ConversationStore, recorder
     assert sorted(answered) == sorted(turns)
 
 
-def test_a_lost_turn_does_not_end_the_turn_that_has_its_id(
+def test_a_rolled_back_turn_does_not_end_the_turn_that_reuses_its_id(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite reuses a rolled-back id for the next turn before the first call learns of the rollback."""
@@ -377,7 +379,9 @@ def test_a_lost_turn_does_not_end_the_turn_that_has_its_id(
     assert finish(store, won)() == finish(store, lost)() == 1
 
 
-def test_a_refusal_leaves_the_store_sure(store: ConversationStore, recorder: Recorder) -> None:
+def test_only_a_failed_turn_end_makes_the_store_look_for_dead_turns(
+    store: ConversationStore, recorder: Recorder
+) -> None:
     (turn_id,) = begun(store, "tea")
     for call in (
         lambda: create(store, "tea"),
@@ -397,7 +401,7 @@ def test_a_refusal_leaves_the_store_sure(store: ConversationStore, recorder: Rec
     assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
 
 
-def test_a_refusal_by_a_row_that_is_not_committed_is_not_told(
+def test_a_refusal_because_of_an_uncommitted_row_is_retried_if_the_commit_fails(
     store: ConversationStore, recorder: Recorder
 ) -> None:
     planted = [FULL]
@@ -465,7 +469,7 @@ def interrupted(
     return made
 
 
-def test_who_is_interrupted_while_it_waits_is_not_waited_for(
+def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(
     store: ConversationStore, plans: dict[int, list[str]]
 ) -> None:
     reads = interrupted(plans, lambda: store.num_conversations(), "before it is woken")
@@ -479,7 +483,7 @@ def test_who_is_interrupted_while_it_waits_is_not_waited_for(
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_who_is_interrupted_when_it_is_woken_passes_its_turn_on(
+def test_a_thread_that_is_interrupted_when_it_is_woken_wakes_the_next_thread(
     store: ConversationStore, plans: dict[int, list[str]], number: int
 ) -> None:
     """The interrupted thread is the first, a middle or the last thread of a group, or waits to read."""
@@ -497,7 +501,7 @@ def test_who_is_interrupted_when_it_is_woken_passes_its_turn_on(
 
 
 @pytest.mark.parametrize("when", ["before it is woken", "when it is woken"])
-def test_a_leader_that_is_interrupted_leaves_the_connection_to_the_others_first(
+def test_an_interrupted_leader_hands_the_connection_to_the_waiting_threads(
     store: ConversationStore, plans: dict[int, list[str]], when: str
 ) -> None:
     leads = interrupted(plans, lambda: create(store, "a"), "", when)
@@ -511,7 +515,7 @@ def test_a_leader_that_is_interrupted_leaves_the_connection_to_the_others_first(
     assert store.verify() == []
 
 
-def test_a_thread_uses_it_once_at_a_time(store: ConversationStore) -> None:
+def test_a_thread_cannot_use_the_connection_twice_at_once(store: ConversationStore) -> None:
     writer = commits(store)
     for outer in (writer.writing, writer.reading):
         for inner in (writer.writing, writer.reading):
@@ -524,7 +528,7 @@ def test_a_thread_uses_it_once_at_a_time(store: ConversationStore) -> None:
     create(store, "tea")
 
 
-def test_threads_talk_and_delete_at_once_and_nothing_is_lost_or_miscounted(
+def test_concurrent_turns_and_deletions_are_neither_lost_nor_miscounted(
     tmp_path: Path,
 ) -> None:
     """Use the timeouts and the driver of a daemon."""

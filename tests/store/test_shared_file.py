@@ -58,7 +58,7 @@ def start(path: Path) -> Iterator[Start]:
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() < began + seconds, "it did not come true"
+        assert time.monotonic() < began + seconds, "the condition did not become true"
         time.sleep(0.01)
     return time.monotonic() - began
 
@@ -77,7 +77,7 @@ def verified(path: Path) -> list[str]:
 # -- claims --
 
 
-def test_who_makes_a_conversation_has_it_and_others_are_told_where(
+def test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address(
     start: Start, path: Path
 ) -> None:
     a, b = start("a"), start("b")
@@ -89,14 +89,17 @@ def test_who_makes_a_conversation_has_it_and_others_are_told_where(
     assert b("owner", "tea")[0] == "a"
     assert b("delete", "tea")[1] == "OwnedElsewhere"
     a("close")
-    assert b("told") == [[], {}]
+    assert b("stale_and_came_from") == [[], {}]
     assert b("say", "tea", "r2", 3) == 2
-    assert b("told") == [["tea"], {}]  # no origin is given, because the previous owner has left
+    # There is no origin, because the previous owner has left.
+    assert b("stale_and_came_from") == [["tea"], {}]
     b("close")
     assert verified(path) == []
 
 
-def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path: Path) -> None:
+def test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease(
+    start: Start, path: Path
+) -> None:
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
@@ -112,7 +115,7 @@ def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path:
     assert verified(path) == []
 
 
-def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
+def test_a_restarted_daemon_interrupts_its_earlier_turns(start: Start) -> None:
     """This happens at once: the lock on its folder shows that the predecessor is dead."""
     a, b = start("a"), start("b")
     a("create", "tea")
@@ -129,14 +132,16 @@ def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
     assert turn_id != other
 
 
-def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
+def test_a_late_turn_end_is_refused_after_another_daemon_took_over(
+    start: Start, path: Path
+) -> None:
     """The daemon was stopped (SIGSTOP) for longer than its lease."""
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
     wait_until(lambda: took(b, "begin", "tea", "r1", 2))
-    a.go_on()
+    a.resume()
     for late in (attempt, 0, attempt + 1):
         assert a("finish", turn_id, late, 99)[1] == "Unavailable"
     assert b("log", "tea") == [1]
@@ -149,18 +154,20 @@ def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
     assert verified(path) == []
 
 
-def test_an_expired_lease_ends_nothing_that_nobody_has_claimed(start: Start) -> None:
+def test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed(start: Start) -> None:
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
     wait_until(lambda: b("running", "tea") is None)  # the next claim would interrupt the turn
-    a.go_on()
+    a.resume()
     assert a("finish", turn_id, attempt, 7) == 1
     assert a("log", "tea") == [1, 2, 7]
 
 
-def test_a_draining_daemon_gives_up_what_is_idle_and_says_where_its_kv_is(start: Start) -> None:
+def test_idle_conversations_of_a_draining_daemon_are_claimed_with_the_address_of_their_kv(
+    start: Start,
+) -> None:
     a, b = start("a"), start("b")
     a("create", "tea")
     a("create", "cup")
@@ -170,10 +177,10 @@ def test_a_draining_daemon_gives_up_what_is_idle_and_says_where_its_kv_is(start:
     assert b("say", "cup", "r1", 3) == 1
     assert a("finish", turn_id, attempt, 4) == 1
     assert b("say", "tea", "r2", 3) == 2
-    assert b("told") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
+    assert b("stale_and_came_from") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
 
 
-def test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was(
+def test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale(
     start: Start,
 ) -> None:
     a, b = start("a"), start("b")
@@ -181,9 +188,9 @@ def test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was
     a("say", "tea", "r1", 2)
     a("drain")
     b("delete", "tea")
-    a("told")
+    a("stale_and_came_from")
     a("create", "tea")
-    assert a("told")[0] == ["tea"]
+    assert a("stale_and_came_from")[0] == ["tea"]
     assert a("say", "tea", "r1", 5) == 1
 
 
@@ -207,7 +214,7 @@ def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
 # -- one host --
 
 
-def test_a_daemon_that_stops_in_the_middle_of_a_write_is_killed(start: Start) -> None:
+def test_a_daemon_that_is_stopped_during_a_write_is_killed(start: Start) -> None:
     a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
     a("create", "tea")
     b("create", "cup")
@@ -220,7 +227,7 @@ def test_a_daemon_that_stops_in_the_middle_of_a_write_is_killed(start: Start) ->
     assert a.child.wait() == -signal.SIGKILL
 
 
-def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
+def test_exclusive_and_shared_use_of_a_history_exclude_each_other(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "old" / "conversations.db"
@@ -247,7 +254,9 @@ def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
         assert not store.is_shared
 
 
-def test_a_file_that_all_left_unclosed_is_checked(start: Start, path: Path) -> None:
+def test_a_shared_file_is_due_for_a_check_after_its_last_daemon_was_killed(
+    start: Start, path: Path
+) -> None:
     a, b = start("a"), start("b")
     a("create", "tea")
     a.kill()
@@ -261,7 +270,9 @@ def test_a_file_that_all_left_unclosed_is_checked(start: Start, path: Path) -> N
         assert not store.integrity_check_due
 
 
-def test_what_is_deleted_is_in_no_file_while_others_have_it_open(start: Start, path: Path) -> None:
+def test_deleted_text_is_in_no_file_while_other_daemons_have_it_open(
+    start: Start, path: Path
+) -> None:
     a = start("a")
     a("create", "keep")
     with ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}") as store:
@@ -273,7 +284,7 @@ def test_what_is_deleted_is_in_no_file_while_others_have_it_open(start: Start, p
         assert a("say", "keep", "r2", 3) == 2
 
 
-def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
+def test_the_housekeeper_empties_a_wal_that_may_contain_deleted_text(
     start: Start, path: Path
 ) -> None:
     with ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}") as store:
@@ -285,18 +296,18 @@ def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
         assert path.with_name("shared.db-wal").stat().st_size == 0
 
 
-def test_one_daemon_cleans_up_and_another_one_takes_over(start: Start) -> None:
+def test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over(start: Start) -> None:
     a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
     assert (a("is_housekeeper"), b("is_housekeeper")) == (True, False)
     a.stop()
     wait_until(lambda: bool(b("is_housekeeper")))
-    a.go_on()
+    a.resume()
     wait_until(lambda: not a("is_housekeeper"))
     b("close")
     wait_until(lambda: bool(a("is_housekeeper")))
 
 
-def test_a_schema_that_others_need_is_not_changed(
+def test_a_schema_is_not_migrated_while_older_daemons_have_it_open(
     start: Start, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pensieve.store import migrations
@@ -331,7 +342,7 @@ MOUNTINFO = """\
     ("kind", "refused"),
     [("nfs4", True), ("cifs", True), ("fuse.sshfs", True), ("xfs", False), ("fuseblk", False)],
 )
-def test_a_file_system_of_other_hosts_is_refused(
+def test_a_network_file_system_is_refused(
     kind: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = tmp_path / "mountinfo"
@@ -347,7 +358,7 @@ def test_a_file_system_of_other_hosts_is_refused(
         refuse_network(Path("/mnt/x"))
 
 
-def test_who_has_just_written_does_not_overtake_who_waits(tmp_path: Path) -> None:
+def test_a_process_that_has_just_written_does_not_overtake_waiting_writers(tmp_path: Path) -> None:
     import threading
 
     order: list[int] = []
@@ -373,7 +384,7 @@ def test_who_has_just_written_does_not_overtake_who_waits(tmp_path: Path) -> Non
     assert min(order.count(number) for number in range(3)) > len(order) / 6
 
 
-def test_the_process_that_has_a_lock_is_known(tmp_path: Path) -> None:
+def test_holder_of_lock_returns_the_process_that_holds_it(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path / "db", 1.0, 1.0)
     file = tmp_path / "db.write"
     assert holder_of_lock(file) is None
@@ -384,7 +395,7 @@ def test_the_process_that_has_a_lock_is_known(tmp_path: Path) -> None:
     lock.close()
 
 
-def test_a_process_that_stops_before_its_turn_is_not_waited_for(
+def test_a_writer_does_not_wait_for_a_stopped_process_ahead_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     following = os.open(tmp_path / "db.write-next", os.O_RDWR | os.O_CREAT)
@@ -437,7 +448,7 @@ def test_a_link_to_the_file_is_the_same_history(tmp_path: Path) -> None:
     assert not link.with_name("link.db.lock").exists()
 
 
-def test_a_lock_that_was_lost_and_found_again_is_shared(
+def test_a_lock_that_was_lost_while_it_changes_to_shared_is_taken_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system frees the lock to change it. Meanwhile another process takes and releases the lock."""
@@ -464,7 +475,7 @@ def test_a_lock_that_was_lost_and_found_again_is_shared(
 # -- random actions --
 
 
-def test_random_faults_lose_or_double_no_turn(start: Start, path: Path) -> None:
+def test_random_faults_neither_lose_nor_duplicate_turns(start: Start, path: Path) -> None:
     """Three daemons run turns in the same conversations, and are killed and stopped.
 
     Every acknowledged turn is in the log exactly once, in the order of its revision. All turns of an epoch
@@ -480,7 +491,7 @@ def test_random_faults_lose_or_double_no_turn(start: Start, path: Path) -> None:
     def live(name: str, seed: int) -> None:
         lives[name] = start(name, lease_seconds=LEASE_SECONDS)
         os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
-        lives[name].put("world", seed, NUM_CONVERSATIONS)
+        lives[name].put("run_random_turns", seed, NUM_CONVERSATIONS)
 
     def drain() -> None:
         for name, process in lives.items():
@@ -513,7 +524,7 @@ def test_random_faults_lose_or_double_no_turn(start: Start, path: Path) -> None:
         else:
             lives[victim].stop()
             time.sleep(LEASE_SECONDS + 0.3)
-            lives[victim].go_on()
+            lives[victim].resume()
     time.sleep(0.4)
     for each in lives.values():
         each.kill()

@@ -33,15 +33,15 @@ from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  the same tests run on both databases
     NUM_CONVERSATIONS,
     check_epochs,
-    test_a_daemon_that_starts_again_ends_what_it_had,
-    test_a_draining_daemon_gives_up_what_is_idle_and_says_where_its_kv_is,
-    test_an_expired_lease_ends_nothing_that_nobody_has_claimed,
-    test_one_daemon_cleans_up_and_another_one_takes_over,
-    test_the_late_end_of_a_turn_is_refused,
+    test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease,
+    test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale,
+    test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed,
+    test_a_late_turn_end_is_refused_after_another_daemon_took_over,
+    test_a_restarted_daemon_interrupts_its_earlier_turns,
+    test_idle_conversations_of_a_draining_daemon_are_claimed_with_the_address_of_their_kv,
+    test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over,
+    test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address,
     test_two_owners_never_share_an_epoch,
-    test_what_a_killed_daemon_had_is_claimed_after_its_lease,
-    test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was,
-    test_who_makes_a_conversation_has_it_and_others_are_told_where,
     took,
     wait_until,
 )
@@ -153,7 +153,7 @@ def through(proxy: Proxy, url: str) -> str:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_daemon_claimed(
+def test_a_disconnected_daemon_cannot_end_a_turn_that_another_daemon_claimed(
     start: Start, proxy: Proxy, url: str, closes: bool
 ) -> None:
     a = start("a", url=through(proxy, url), lease_seconds=LEASE_SECONDS)
@@ -174,7 +174,7 @@ def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_daemon_claimed(
     assert b("log", "cup") == [1, 3, 8]
 
 
-def test_a_daemon_that_stops_in_the_middle_of_a_transaction_keeps_no_locks(start: Start) -> None:
+def test_a_daemon_that_is_stopped_during_a_transaction_loses_its_locks(start: Start) -> None:
     a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
     a("create", "tea")
     b("create", "cup")
@@ -184,12 +184,12 @@ def test_a_daemon_that_stops_in_the_middle_of_a_transaction_keeps_no_locks(start
     assert b("say", "cup", "r1", 2) == 1
     wait_until(lambda: took(b, "begin", "tea", "r1", 2))
     assert time.monotonic() - began < LEASE_SECONDS + 2
-    a.go_on()
+    a.resume()
     assert a.answer()[:2] == ["error", "StoreUnavailable"]
     assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"
 
 
-def test_a_daemon_that_stops_while_it_has_what_every_opening_needs_is_not_waited_for(
+def test_a_daemon_starts_even_if_a_stopped_daemon_holds_the_epoch_lock(
     start: Start,
 ) -> None:
     a = start("a", lease_seconds=LEASE_SECONDS)
@@ -234,7 +234,7 @@ def modest_url(postgres: PostgresServer, url: str) -> Iterator[str]:
     postgres.execute("DROP ROLE modest")
 
 
-def test_a_session_of_another_role_that_stands_still_hinders_nobody(
+def test_a_hanging_transaction_of_another_role_delays_no_daemon(
     tmp_path: Path, url: str, modest_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     import psycopg
@@ -254,7 +254,7 @@ def test_a_session_of_another_role_that_stands_still_hinders_nobody(
     assert caplog.text == ""
 
 
-def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
+def test_a_daemon_starts_even_if_it_cannot_end_hanging_transactions(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "STOPPED", "SELECT 1 / 0")
@@ -264,7 +264,7 @@ def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
     assert "cannot end hanging transactions of other daemons: division by zero" in caplog.text
 
 
-def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_the_conversation(
+def test_no_turn_begins_while_pending_messages_of_an_unowned_conversation_change(
     tmp_path: Path, url: str, postgres: PostgresServer
 ) -> None:
     """The conversation has no owner, as in a history of an older version."""
@@ -295,7 +295,7 @@ def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_t
         assert [type(each) for each in refused] == [OwnedElsewhere]
 
 
-def test_random_faults_lose_or_double_no_turn(
+def test_random_faults_neither_lose_nor_duplicate_turns(
     start: Start, path: Path, url: str, postgres: PostgresServer
 ) -> None:
     """Three daemons run turns in the same conversations. Each in turn is killed, stopped and cut off.
@@ -317,7 +317,7 @@ def test_random_faults_lose_or_double_no_turn(
         place = {"url": through(proxies[name], url), "lease_seconds": LEASE_SECONDS}
         lives[name], left[name] = start(name, **place), b""
         os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
-        lives[name].put("world", next(seeds), NUM_CONVERSATIONS)
+        lives[name].put("run_random_turns", next(seeds), NUM_CONVERSATIONS)
 
     def listen() -> None:
         for name, process in lives.items():
@@ -340,7 +340,7 @@ def test_random_faults_lose_or_double_no_turn(
         elif fault == 1:
             lives[victim].stop()
             time.sleep(LEASE_SECONDS + 0.3)
-            lives[victim].go_on()
+            lives[victim].resume()
         else:
             proxies[victim].cut()
             time.sleep(LEASE_SECONDS + 0.3)
@@ -354,7 +354,7 @@ def test_random_faults_lose_or_double_no_turn(
 
     assert len(said) > 100
     sessions = {entry[5] for entry in said}
-    assert len(sessions) > 3, "no daemon that began again has spoken"
+    assert len(sessions) > 3, "no restarted daemon finished a turn"
     check_epochs(said)
     with ConversationStore.open(path.parent / "last", "test", url=url) as store:
         for number in range(NUM_CONVERSATIONS):

@@ -51,7 +51,7 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
 
 
 @needs_sqlite
-def test_it_is_taken_only_where_no_turn_runs(daemons: Daemons) -> None:
+def test_take_claims_a_conversation_only_if_no_turn_runs(daemons: Daemons) -> None:
     a, b = daemons.open("a"), daemons.open("b")
     create(a, "tea")
     running = begin(a, "tea", "r1", "hi", 1)
@@ -72,7 +72,7 @@ def test_it_is_taken_only_where_no_turn_runs(daemons: Daemons) -> None:
 
 
 @needs_sqlite
-def test_whence_a_conversation_came_is_remembered_for_its_next_turn_and_of_no_other_epoch(
+def test_came_from_names_the_previous_owner_only_for_the_current_epoch(
     daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = daemons.open("a"), daemons.open("b")
@@ -98,7 +98,9 @@ def test_whence_a_conversation_came_is_remembered_for_its_next_turn_and_of_no_ot
 
 
 @needs_sqlite
-def test_a_fork_is_of_who_made_it_and_knows_whether_the_source_is(daemons: Daemons) -> None:
+def test_a_fork_belongs_to_its_creator_and_reports_a_source_owned_elsewhere_as_stale(
+    daemons: Daemons,
+) -> None:
     a, b = daemons.open("a"), daemons.open("b")
     create(a, "tea")
     say(a, "tea", "r1", user("hi", 1), reply("hello", 2))

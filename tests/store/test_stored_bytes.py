@@ -31,13 +31,13 @@ def test_each_stored_object_counts_once_until_its_deletion(
     store.fork_conversation("tea", 1, "fork")
     assert store.stored_bytes() - empty - said < 2 * empty, "a fork shares its messages"
     store.delete_conversation("tea")
-    assert store.stored_bytes() > said - 500, "the fork holds them"
+    assert store.stored_bytes() > said - 500, "the fork still holds the messages"
     store.delete_conversation("fork")
     assert store.stored_bytes() == 0
     assert store.stored_bytes("nobody") == 0
 
 
-def test_each_tenant_has_its_own(store: ConversationStore) -> None:
+def test_stored_bytes_are_counted_for_each_tenant(store: ConversationStore) -> None:
     for tenant, size in (("a", 10), ("b", 5000)):
         head = [NewMessage("system", "x" * size)]
         store.create_conversation(NewConversation("tea", "f", head, tenant=tenant))
@@ -52,22 +52,22 @@ def test_each_tenant_has_its_own(store: ConversationStore) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6 * SCALE))
-def test_whatever_is_done_the_count_is_what_the_records_add_up_to(
+def test_stored_bytes_equal_the_sum_of_the_records_after_random_actions(
     open_store: Open, seed: int
 ) -> None:
     drawn, store, number = random.Random(seed), open_store(), 0
     names: list[tuple[str, str]] = []
     for _ in range(150):
         number += 1
-        deed, tenant = drawn.choice(DEEDS), drawn.choice(("", "a", "b"))
+        action, tenant = drawn.choice(ACTIONS), drawn.choice(("", "a", "b"))
         try:
-            if deed == "create" or not names:
+            if action == "create" or not names:
                 head = [NewMessage("system", "s" * drawn.randint(0, 9000), [1])]
                 new = NewConversation(f"c{number}", "f", head, prefix_id="p", tenant=tenant)
                 store.create_conversation(new)
                 names.append((new.conversation_id, tenant))
             else:
-                act(store, deed, drawn, names, number)
+                run_action(store, action, drawn, names, number)
         except PensieveError:
             continue  # a turn runs, or a revision does not exist: nothing was changed
     assert store.verify() == []
@@ -79,20 +79,20 @@ def test_whatever_is_done_the_count_is_what_the_records_add_up_to(
     assert [store.stored_bytes(each) for each in ("", "a", "b")] == [0, 0, 0]
 
 
-DEEDS = ("create", "turn", "turn", "turn", "again", "fork", "rewind", "retokenize", "delete")
+ACTIONS = ("create", "turn", "turn", "turn", "again", "fork", "rewind", "retokenize", "delete")
 
 
-def act(
+def run_action(
     store: ConversationStore,
-    deed: str,
+    action: str,
     drawn: random.Random,
     names: list[tuple[str, str]],
     number: int,
 ) -> None:
     name, tenant = drawn.choice(names)
-    if deed in ("turn", "again"):
+    if action in ("turn", "again"):
         question = user("q" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))
-        request = f"r{number}" if deed == "turn" else "the same"
+        request = f"r{number}" if action == "turn" else "the same"
         begun = store.begin_turn(name, NewTurn(request, [question]), tenant=tenant)
         end = drawn.choice(("finish", "finish", "interrupt", "fail", "go on"))
         if end == "finish":
@@ -102,14 +102,14 @@ def act(
             store.interrupt_turn(begun.turn.turn_id)
         elif end == "fail":
             store.fail_turn(begun.turn.turn_id, "NAN")
-    elif deed == "fork":
+    elif action == "fork":
         revision = store.get_conversation(name, tenant=tenant).revision
         store.fork_conversation(name, revision, f"f{number}", tenant=tenant)
         names.append((f"f{number}", tenant))
-    elif deed == "rewind":
+    elif action == "rewind":
         revision = store.get_conversation(name, tenant=tenant).revision
         store.rewind_conversation(name, drawn.randint(0, revision), tenant=tenant)
-    elif deed == "retokenize":
+    elif action == "retokenize":
         num_messages = store.get_conversation(name, tenant=tenant).num_messages
         tokens = [range(drawn.randint(1, 200)) for _ in range(num_messages)]
         store.replace_log(name, f"f{number}", tokens, tenant=tenant)
@@ -118,7 +118,7 @@ def act(
         names.remove((name, tenant))
 
 
-def test_verify_finds_a_count_that_is_wrong(store: ConversationStore) -> None:
+def test_verify_reports_a_wrong_byte_count(store: ConversationStore) -> None:
     create(store, "tea")
     with writer_of(store).writing() as conn:
         table = "tenant_bytes" if isinstance(conn, ServerSession) else "tenants"

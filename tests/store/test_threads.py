@@ -10,7 +10,7 @@ from tests.store.faulty import writer_of
 from tests.store.talk import create, user
 
 
-def test_more_threads_than_lanes_are_a_mistake(
+def test_more_threads_than_lanes_raise_a_runtime_error(
     open_store: Callable[..., ConversationStore],
 ) -> None:
     store = open_store(num_lanes=1, busy_timeout_seconds=0.05)
@@ -30,7 +30,9 @@ def test_more_threads_than_lanes_are_a_mistake(
     assert [str(error) for error in raised] == ["the history is being used by another thread"]
 
 
-def test_another_thread_may_use_it_next_and_check_it_meanwhile(store: ConversationStore) -> None:
+def test_another_thread_may_use_the_store_next_and_verify_it_at_any_time(
+    store: ConversationStore,
+) -> None:
     create(store, "tea", user("hi", 1))
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(list(store.log("tea"))))

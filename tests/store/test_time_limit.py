@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.errors import StoreUnavailable
 from pensieve.store import ConversationStore, conversation_rows
-from tests.store.faulty import world, writer_of
+from tests.store.faulty import write_history, writer_of
 from tests.store.talk import create, reply, say, user
 
 Open = Callable[..., ConversationStore]
@@ -32,7 +32,7 @@ def test_a_transaction_over_its_time_limit_changes_nothing(
     open_store: Open, seconds: float
 ) -> None:
     store = open_store(statement_seconds=seconds)
-    world(store)
+    write_history(store)
 
     def run_away() -> None:
         with writer_of(store).writing() as conn:
@@ -46,7 +46,7 @@ def test_a_transaction_over_its_time_limit_changes_nothing(
     assert say(store, "tea", "r9", user("more", 1), reply("yes", 2)) == 3
 
 
-def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
+def test_a_read_over_its_time_limit_fails_and_the_next_read_succeeds(
     open_store: Open, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One read uses the store's connection, and another read uses a reader's connection."""
@@ -67,7 +67,9 @@ def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
     reader.close()
 
 
-def test_many_short_jobs_are_not_one_long_one(open_store: Open, seconds: float) -> None:
+def test_the_time_limit_does_not_apply_to_many_short_calls_together(
+    open_store: Open, seconds: float
+) -> None:
     store = open_store(statement_seconds=seconds)
     reader = store.reader()
     create(store, "tea")

@@ -27,7 +27,7 @@ def test_the_first_words_of_a_user_are_the_title(store: ConversationStore) -> No
     reader.close()
 
 
-def test_metadata_and_forks(store: ConversationStore) -> None:
+def test_a_title_in_metadata_is_preferred_and_not_copied_to_forks(store: ConversationStore) -> None:
     store.create_conversation(NewConversation("named", "f", metadata={"title": "My talk"}))
     store.create_conversation(NewConversation("odd", "f", metadata={"title": 7}))
     for name in ("named", "odd"):
@@ -36,7 +36,7 @@ def test_metadata_and_forks(store: ConversationStore) -> None:
     assert titles(store) == {"named": "My talk", "odd": "hello", "fork": "hello"}
 
 
-def test_a_first_turn_that_runs_gives_a_title(store: ConversationStore) -> None:
+def test_a_running_first_turn_gives_a_title(store: ConversationStore) -> None:
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "How long?", 1)
     assert titles(store) == {"tea": "How long?"}
@@ -44,7 +44,7 @@ def test_a_first_turn_that_runs_gives_a_title(store: ConversationStore) -> None:
     assert titles(store) == {"tea": ""}
 
 
-def test_examples_of_a_declared_prefix_are_no_title(store: ConversationStore) -> None:
+def test_examples_of_a_declared_prefix_are_not_used_as_title(store: ConversationStore) -> None:
     shots = [user("2 + 2?", 1), reply("4", 2)]
     store.prefixes.declare(NewPrefix("shots", "f", shots))
     store.prefixes.begin(NewConversation("sum", "", prefix_id="shots"))
@@ -53,7 +53,7 @@ def test_examples_of_a_declared_prefix_are_no_title(store: ConversationStore) ->
     assert titles(store) == {"sum": "3 + 3?"}
 
 
-def test_a_rewind_and_a_deletion_take_the_title_with_them(store: ConversationStore) -> None:
+def test_a_rewind_or_deletion_removes_the_title(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("secret", 1), reply("yes", 2))
     store.rewind_conversation("tea", 0)
@@ -75,7 +75,7 @@ def test_a_rewind_and_a_deletion_take_the_title_with_them(store: ConversationSto
         ("\n" * 100 + "late", "late"),
     ],
 )
-def test_texts_of_any_kind(store: ConversationStore, text: str, title: str) -> None:
+def test_titles_are_cleaned_and_shortened(store: ConversationStore, text: str, title: str) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user(text, 1), reply("yes", 2))
     assert titles(store) == {"tea": title}

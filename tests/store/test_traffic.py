@@ -187,7 +187,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_store_does_what_the_model_says(
+def test_random_actions_have_the_results_that_the_model_predicts(
     open_store: Callable[..., ConversationStore], seed: int
 ) -> None:
     traffic = Traffic(open_store, seed)

@@ -69,7 +69,7 @@ def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
         assert store.finish_turn(other, reply("ok", 71), "stop", {}) == 2
 
 
-def test_an_end_that_got_through_in_spite_of_its_error_is_not_doubled(
+def test_a_turn_end_that_committed_despite_its_error_is_not_stored_twice(
     folder: Path, driver: Any
 ) -> None:
     class CommitFails(FaultyDriver):

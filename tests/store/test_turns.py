@@ -60,7 +60,7 @@ def test_a_finished_turn_appends_prompt_and_reply_under_one_revision(
     assert store.verify() == []
 
 
-def test_a_cancelled_turn_keeps_what_was_delivered(store: ConversationStore) -> None:
+def test_a_cancelled_turn_keeps_the_delivered_text(store: ConversationStore) -> None:
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
     assert store.finish_turn(turn_id, reply("he", 2), "cancelled", {}) == 1
@@ -69,7 +69,7 @@ def test_a_cancelled_turn_keeps_what_was_delivered(store: ConversationStore) -> 
 
 
 @pytest.mark.parametrize("ended", ["failed", "interrupted"])
-def test_a_turn_without_an_end_leaves_the_log_as_it_was(
+def test_a_failed_or_interrupted_turn_leaves_the_log_unchanged(
     store: ConversationStore, ended: str
 ) -> None:
     create(store, "tea")
@@ -111,7 +111,7 @@ def test_an_interrupted_turn_cannot_be_finished(store: ConversationStore) -> Non
     assert list(store.log("tea")) == []
 
 
-def test_the_same_request_replays_what_was_stored(store: ConversationStore) -> None:
+def test_a_repeated_request_replays_the_stored_turn(store: ConversationStore) -> None:
     create(store, "tea")
     messages = [user("hi", 1)]
     turn_id = store.begin_turn("tea", NewTurn("r1", messages, seed=5)).turn.turn_id
@@ -136,7 +136,9 @@ def test_a_request_id_belongs_to_its_conversation(store: ConversationStore) -> N
     assert begin(store, "cup", "r1", "other", 3)
 
 
-def test_what_a_turn_goes_on_from_is_looked_up_at_once(store: ConversationStore) -> None:
+def test_look_up_returns_the_conversation_the_known_turn_and_the_log_end(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     new = store.look_up("tea", "r1", 2)
     assert (new.conversation.revision, new.known, list(new.log_end)) == (0, None, [])
@@ -169,7 +171,7 @@ def test_the_same_request_id_with_other_content_is_refused(store: ConversationSt
         assert refused.value.field == "request_id"
 
 
-def test_tokens_are_not_content(store: ConversationStore) -> None:
+def test_a_repeated_request_may_have_other_tokens(store: ConversationStore) -> None:
     """A repeated message may have other tokens at another position of the log."""
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
@@ -177,7 +179,7 @@ def test_tokens_are_not_content(store: ConversationStore) -> None:
 
 
 @pytest.mark.parametrize("ended", ["failed", "interrupted"])
-def test_a_request_without_an_end_runs_again_with_its_seed(
+def test_a_failed_or_interrupted_request_runs_again_with_its_first_seed(
     store: ConversationStore, ended: str
 ) -> None:
     create(store, "tea")
@@ -196,7 +198,7 @@ def test_a_request_without_an_end_runs_again_with_its_seed(
     assert store.verify() == []
 
 
-def test_a_replay_outlives_a_rewind(store: ConversationStore) -> None:
+def test_a_stored_reply_is_replayed_after_a_rewind(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     store.rewind_conversation("tea", 0)
@@ -207,7 +209,9 @@ def test_a_replay_outlives_a_rewind(store: ConversationStore) -> None:
     assert answer.content == "hello"
 
 
-def test_a_replay_outlives_the_fork_that_shared_it(store: ConversationStore) -> None:
+def test_a_stored_reply_is_replayed_after_the_fork_that_shared_it_is_deleted(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     store.fork_conversation("tea", 1, "cup")
@@ -232,7 +236,7 @@ def test_a_stale_revision_is_refused(store: ConversationStore) -> None:
     assert store.begin_turn("tea", fresh).must_run
 
 
-def test_a_turn_needs_its_conversation_and_an_id(store: ConversationStore) -> None:
+def test_a_turn_needs_an_existing_conversation_and_a_request_id(store: ConversationStore) -> None:
     with pytest.raises(NotFound):
         store.begin_turn("nobody", NewTurn("r1", [user("hi", 1)]))
     create(store, "tea")
@@ -257,7 +261,7 @@ def test_a_reply_that_cannot_be_stored_does_not_block_the_conversation(
     assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
 
 
-def test_turn_ids_are_never_given_twice(store: ConversationStore) -> None:
+def test_turn_ids_are_never_reused(store: ConversationStore) -> None:
     create(store, "tea")
     first = begin(store, "tea", "r1", "hi", 1)
     store.interrupt_turn(first)
@@ -296,7 +300,9 @@ def test_running_turns_are_interrupted_when_the_store_opens(
     assert (again.state, again.attempts) == (StoredTurnState.INTERRUPTED, 2)
 
 
-def test_everything_is_there_after_a_restart(open_store: Callable[..., ConversationStore]) -> None:
+def test_conversations_messages_and_turns_are_unchanged_after_a_restart(
+    open_store: Callable[..., ConversationStore],
+) -> None:
     store = open_store()
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
@@ -308,7 +314,7 @@ def test_everything_is_there_after_a_restart(open_store: Callable[..., Conversat
     assert store.interrupted_at_open == ()
 
 
-def test_the_states_are_those_of_the_table() -> None:
+def test_every_turn_state_is_in_the_table_of_transitions() -> None:
     assert set(LEGAL_TRANSITIONS) == set(StoredTurnState)
     final = {state for state, targets in LEGAL_TRANSITIONS.items() if not targets}
     assert final == {StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}
@@ -343,7 +349,7 @@ def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
 
 
 @pytest.mark.sqlite
-def test_a_turn_that_begins_again_gets_the_key_that_an_upgrade_did_not_know(
+def test_a_turn_that_begins_again_stores_a_key_that_is_missing_after_an_upgrade(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -358,7 +364,7 @@ def test_a_turn_that_begins_again_gets_the_key_that_an_upgrade_did_not_know(
     assert found.conversation_id == "tea"
 
 
-def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
+def test_a_repeated_keyed_request_must_have_the_same_whole_history(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")

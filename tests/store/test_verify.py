@@ -141,14 +141,14 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
         ),
     ],
 )
-def test_verify_names_what_is_wrong(
+def test_verify_names_each_inconsistency(
     spoken: ConversationStore, statement: str, problem: str
 ) -> None:
     change(spoken, statement)
     assert problem in spoken.verify()
 
 
-def test_two_running_turns_are_named(spoken: ConversationStore) -> None:
+def test_verify_reports_two_running_turns(spoken: ConversationStore) -> None:
     change(
         spoken, "DROP INDEX turns_running", "UPDATE turns SET state = 'running' WHERE turn_id > 1"
     )
