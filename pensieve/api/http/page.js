@@ -199,9 +199,9 @@ function excerptOf(text, at, length, most = EXCERPT) {
   };
 }
 
-// Return an excerpt without the asterisks of emphasis. Other asterisks have a space on both sides.
+// Return an excerpt without the asterisks of emphasis, which are at the start or the end of a word.
 function unmarked({ before, found, after }) {
-  const plain = text => text.replace(/(?<!\S)\*+(?=[^\s*])|(?<=[^\s*])\*+/g, "");
+  const plain = text => text.replace(/(?<![^\s…])\*+(?=[^\s*])|(?<=[^\s*])\*+(?=[\s.,:;!?]|$)/g, "");
   return { before: plain(before), found: plain(found), after: plain(after) };
 }
 
@@ -319,7 +319,7 @@ function welcomeDrawn() {
   for (const [name, text] of isBuiltin ? BUILTIN_EXAMPLES : EXAMPLES) {
     const button = make("button"), li = make("li");
     button.append(make("b", "", name), make("span", "note", text));
-    button.onclick = () => { $("text").value = text; sendComposed(); };
+    button.onclick = () => sendExample(text);
     li.append(button);
     list.append(li);
   }
@@ -415,13 +415,21 @@ function send(text) {
   say({ id: current || `page-${crypto.randomUUID()}`, request, isFresh: !current, title: firstWords(text) });
 }
 
+// Send an example in a new conversation. The draft in the message field stays the draft of the next one.
+function sendExample(text) {
+  try { idle(); send(text); } catch (error) {
+    if (!$("text").value) returnText(text, "");
+    problem(error);
+  }
+}
+
 // Send a turn's message and draw the reply as it streams. If it is sent again, the daemon runs the turn only once.
 // `isShown`: also show its conversation.
 async function say(turn, isShown = true) {
   const { id, request } = turn;
   for (const each of turns.get(id)?.boxes || []) each.remove();  // an interrupted turn
   turn.isRunning = true;
-  turn.reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
+  turn.reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", ...turn.reply, isRunning: true };
   drawTurn(turn);
   if (isShown) showTurn(turn); else drawList();
   keepTurn(turn);
@@ -441,7 +449,8 @@ async function say(turn, isShown = true) {
 }
 
 function drawTurn(turn) {
-  turn.boxes = [{ role: "ROLE_USER", content: turn.request.text, isRunning: true }, turn.reply].map(messageDrawn);
+  const question = { role: "ROLE_USER", content: turn.request.text, isRunning: true };
+  turn.boxes = [question, { ...turn.reply, isRunning: true }].map(messageDrawn);
   turns.set(turn.id, turn);
 }
 
@@ -493,6 +502,7 @@ async function stream({ id, request, reply, boxes }) {
   }
   if (!isComplete) throw new Lost();  // the connection broke off
   reply.isRunning = false;
+  boxes[1].classList.remove("running");
   drawn();
 }
 
@@ -532,7 +542,13 @@ async function fail(turn, error) {
   if (isRefused) {
     dropTurn(id);
     if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
-    if (isShown && !conversations.has(id)) { keepDraft(""); current = null; }
+    if (isShown && !conversations.has(id)) {
+      const draft = $("text").value;
+      takeText(draft);
+      current = null;
+      openDraft("");
+      if (draft) returnText(draft, "");
+    }
     returnText(request.text, conversations.has(id) ? id : "");
     if (isShown) drawAll(); else drawList();
   } else {
@@ -561,13 +577,23 @@ async function sendComposed() {
   while (opening) try { await opening; } catch { return; }  // the message is for the conversation that is being opened
   const text = $("text").value.trim(), turn = turns.get(current);
   if (!text) return;
-  try { idle(); } catch (error) { problem(error); return; }
-  if (turn && turn.request.text !== text) {
-    const note = `“${firstWords(turn.request.text)}” and its partial reply will be removed. You cannot undo this.`;
-    if (!await ask({ title: "Send another message?", note, yes: "Remove and send", isDanger: true })) return;
-  }
+  try {
+    idle();
+    if (turn?.request.text !== text && !await mayRemoveTurn()) return;
+    idle();
+  } catch (error) { problem(error); return; }
+  if ($("text").value.trim() !== text) return;  // the same message was sent meanwhile
   takeText($("text").value);
   if (turn?.request.text === text) say(turn); else send(text);
+}
+
+// Ask before another message removes an interrupted turn. If the daemon has stored the turn meanwhile, show it instead.
+async function mayRemoveTurn() {
+  const id = current, turn = turns.get(id);
+  if (!turn) return true;
+  if (isStored(turn, await messagesOf(id))) { await show(id); return current === id; }
+  const note = `“${firstWords(turn.request.text)}” and its partial reply will be removed. You cannot undo this.`;
+  return await ask({ title: "Send another message?", note, yes: "Remove and send", isDanger: true }) && current === id;
 }
 
 // -- turns: the tab keeps those that run or were interrupted, so that they survive a reload --
@@ -615,12 +641,11 @@ async function resumeTurns(shown) {
 
 let draftOf = null;  // the conversation that the text in the message field is for; "": a new conversation
 
-// Keep the text in the message field, as the draft of conversation `id`.
-function keepDraft(id = draftOf) {
+// Keep the text in the message field.
+function keepDraft() {
   const text = $("text").value;
   sessionStorage.removeItem(`draft/${draftOf}`);
-  draftOf = id;
-  try { if (text) sessionStorage.setItem(`draft/${id}`, text); } catch { /* it exceeds the browser's quota */ }
+  try { if (text) sessionStorage.setItem(`draft/${draftOf}`, text); } catch { /* it exceeds the browser's quota */ }
 }
 
 function openDraft(id) {
@@ -631,15 +656,16 @@ function openDraft(id) {
 
 // Remove this text from the message field.
 function takeText(text) {
-  if ($("text").value !== text) return;
-  $("text").value = "";
+  if ($("text").value !== text && !$("text").value.startsWith(`${text}\n\n`)) return;
+  $("text").value = $("text").value.slice(text.length).trimStart();
   keepDraft();
 }
 
-// Make a text the draft of conversation `id`, unless there is another draft.
+// Put a text before the draft of conversation `id`.
 function returnText(text, id) {
-  if (draftOf === id && !$("text").value) { $("text").value = text; keepDraft(); }
-  else if (draftOf !== id && !sessionStorage.getItem(`draft/${id}`)) sessionStorage.setItem(`draft/${id}`, text);
+  const before = draftOf === id ? $("text").value : sessionStorage.getItem(`draft/${id}`);
+  const draft = before && before !== text ? `${text}\n\n${before}` : text;
+  if (draftOf === id) { $("text").value = draft; keepDraft(); } else sessionStorage.setItem(`draft/${id}`, draft);
 }
 
 function focusText(id) {
@@ -660,6 +686,7 @@ function drawComposer() {
 // Raise an error if no message can be sent now.
 function idle() {
   if (isLoading()) throw new Error("The model is loading. Your message stays here until you can send it.");
+  if (linked) throw new Error("This conversation is loading. Your message stays here until you can send it.");
   if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
   if ([...turns.keys()].filter(isRunning).length >= REPLIES_MAX) throw new Error(`${REPLIES_MAX} replies are being written. Wait for one of them, or stop it.`);
 }
@@ -690,6 +717,8 @@ async function edit(message, before, box) {
     const text = field.value.trim();
     if (!text) return;
     try {
+      idle();
+      if (!await mayRemoveTurn()) return;
       idle();
       const isNamed = conversations.get(current)?.metadata?.title === firstWords(message.content || "");
       await rewound(before);
@@ -896,11 +925,11 @@ const submitOnEnter = event => {
 
 $("form").onsubmit = event => { event.preventDefault(); sendComposed(); };
 $("text").onkeydown = submitOnEnter;
-$("text").oninput = () => keepDraft();
+$("text").oninput = keepDraft;
 $("stop").onclick = () => call("CancelTurn", { conversation_id: current, request_id: turns.get(current)?.request.id }).catch(problem);
 $("log").onscroll = noticeScroll;
 $("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log").focus(); };
-$("new").onclick = $("new-narrow").onclick = begin;
+$("new").onclick = $("new-narrow").onclick = () => { linked = ""; begin(); };
 $("search").oninput = search;
 $("more").onclick = () => load(true).catch(problem);
 $("export").onclick = exportShown;

@@ -694,6 +694,7 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
     hay = [("Hm?", "", f"Hay. {LONG}") for _ in range(8)]
     hay[3] = ("Hm?", "", f"{LONG}\n\nHere is *the* needle. {LONG}")
     given(slow, "Haystack", *hay)
+    given(slow, "Powers", ("Hm?", "", "A **bold** claim: 2**3 is 8."))
     given(slow, f"A title that has many words before the end {'and more ' * 3}", *hay[:1])
     with opened(browser, slow) as page:
         rows, found = page.locator("#list .open"), page.locator("#found")
@@ -706,6 +707,8 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         expect(rows).to_have_count(1)
         rows.first.click()
         expect(page.locator("article.reply")).to_contain_text("Quercus")
+        page.fill("#search", "claim")
+        expect(rows.filter(has_text="Powers")).to_contain_text("A bold claim: 2**3 is 8.")
         page.fill("#search", "the* needle")
         rows.first.click()
         expect(page.locator("#title")).to_have_text("Haystack")
@@ -784,11 +787,14 @@ def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow) as page:
         example = page.locator(".examples button").first
         text = example.locator(".note").inner_text()
+        page.fill("#text", "A draft.")
         example.click()
         expect(page.locator("article.reply .cost")).to_be_visible()
         assert told(page) == [text]
+        expect(page.locator("#text")).to_have_value("")
         page.click("#new")
         expect(page.locator(".examples button")).to_have_count(4)
+        expect(page.locator("#text")).to_have_value("A draft.")
 
 
 def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None:
@@ -982,6 +988,30 @@ def test_a_retry_sends_the_refused_message(browser: Any, slow: HttpRig) -> None:
         expect(page.locator("#text")).to_have_value("Something else.")
 
 
+def test_a_refused_message_and_the_next_draft_are_kept(browser: Any, slow: HttpRig) -> None:
+    held: list[Any] = []
+    refusal = {"error": {"message": "the daemon is busy", "code": "unavailable"}}
+    with opened(browser, slow, is_quiet=False) as page:
+        for before in ((), ("Hello.",)):
+            page.click("#new")
+            for text in before:
+                say(page, text)
+            page.route(SEND, lambda route: held.append(route))
+            page.fill("#text", "Refused.")
+            page.press("#text", "Enter")
+            expect(page.locator("#text")).to_have_value("")
+            page.fill("#text", "The next one.")
+            page.wait_for_timeout(200)
+            held.pop().fulfill(status=503, json=refusal)
+            expect(page.locator("#text")).to_have_value("Refused.\n\nThe next one.")
+            page.unroute(SEND)
+            page.get_by_role("button", name="Try again").click()
+            expect(page.locator("article.reply .cost").last).to_be_visible()
+            expect(page.locator("#send")).to_be_visible()
+            assert told(page) == [*before, "Refused."]
+            page.fill("#text", "")
+
+
 def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
     given(slow, "unreachable 1", ("Hm?", "", "Yes."))
     given(slow, "unreachable 2", ("Hm?", "", "Yes."))
@@ -1056,10 +1086,64 @@ def test_an_interrupted_question_is_removed_only_after_a_question(
         act(page, "reply", 0, AGAIN)
         expect(page.locator("#ask")).to_contain_text("2 later messages will be removed.")
         page.get_by_role("button", name="Cancel").click()
+        act(page, "user", 0, "Edit message")
+        page.get_by_label(EDIT).fill("Hello again.")
+        page.keyboard.press("Enter")
+        expect(box).to_be_visible()
+        page.click("#ask-no")
+        expect(page.get_by_label(EDIT)).to_have_value("Hello again.")
+        page.locator(".edit").get_by_role("button", name="Cancel").click()
+        page.route(SEND, lambda route: route.abort())
+        page.get_by_role("button", name="Try again").click()
+        expect(page.get_by_role("button", name="Try again")).to_be_visible()
+        expect(page.locator("article.reply").last).to_contain_text("Half a reply")
+        page.unroute(SEND)
         page.press("#text", "Enter")
         page.click("#ask-yes")
         expect(page.locator("article.reply .cost")).to_have_count(2)
         assert told(page) == ["Hello.", "Another one."]
+
+
+def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRig) -> None:
+    def lost(route: Any) -> None:  # the daemon gets the message, but its answer is lost
+        route.fetch()
+        route.abort()
+
+    with opened(browser, slow, is_quiet=False) as page:
+        page.route(SEND, lost)
+        page.fill("#text", "Stored.")
+        page.press("#text", "Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The reply was interrupted.")
+        page.unroute(SEND)
+        page.fill("#text", "Another one.")
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .cost")).to_be_visible()
+        expect(page.locator("#ask")).to_be_hidden()
+        assert told(page) == ["Stored.", "Another one."]
+        assert [each.content for each in history(slow, page)][::2] == told(page)
+
+
+def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "Hello.")
+        page.fill("#text", "For this conversation.")
+        held: list[Any] = []
+        page.route(LIST, lambda route: held.append(route))
+        page.reload()
+        page.press("#text", "Enter")
+        expect(page.get_by_role("alert")).to_contain_text("This conversation is loading.")
+        held.pop().continue_()
+        expect(named(page)).to_have_text("Hello.")
+        expect(page.get_by_role("alert")).to_have_count(0)
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .cost")).to_be_visible()
+        assert told(page) == ["Hello.", "For this conversation."]
+        page.reload()
+        page.click("#new")  # before the list is loaded
+        held.pop().continue_()
+        expect(page.locator("#list")).to_contain_text("Hello.")
+        page.wait_for_timeout(300)
+        expect(page.locator(".examples")).to_be_visible()
 
 
 def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
