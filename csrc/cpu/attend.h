@@ -68,7 +68,7 @@ constexpr bool kDot = BFLOAT16_DOT && std::is_same_v<Element, uint16_t>;
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 
 template <typename Element>
-void turn_keys(const Element* keys, int head_size, uint32_t* turned, Ahead& ahead) {
+void transpose_keys(const Element* keys, int head_size, uint32_t* transposed, Ahead& ahead) {
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < head_size; at += LANES) {
       Words rows[LANES];
@@ -76,12 +76,12 @@ void turn_keys(const Element* keys, int head_size, uint32_t* turned, Ahead& ahea
       transpose(rows);
       for (int i = 0; i < LANES; ++i) {
         if (i & 1) ahead.step();
-        store(turned + (at + i) * kSlots + slot, rows[i]);
+        store(transposed + (at + i) * kSlots + slot, rows[i]);
       }
     }
 }
 
-inline void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahead& ahead) {
+inline void transpose_keys(const uint16_t* keys, int head_size, uint32_t* transposed, Ahead& ahead) {
   const int num_pairs = head_size / 2;
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < num_pairs; at += LANES) {
@@ -91,18 +91,18 @@ inline void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahe
       for (int i = 0; i < LANES; ++i) {
         if (i & 1) ahead.step();
         if (kDot<uint16_t>) {
-          store(turned + (at + i) * kSlots + slot, rows[i]);
+          store(transposed + (at + i) * kSlots + slot, rows[i]);
         } else {
-          store(turned + 2 * (at + i) * kSlots + slot, (Words)even_half(rows[i]));
-          store(turned + (2 * (at + i) + 1) * kSlots + slot, (Words)odd_half(rows[i]));
+          store(transposed + 2 * (at + i) * kSlots + slot, (Words)even_half(rows[i]));
+          store(transposed + (2 * (at + i) + 1) * kSlots + slot, (Words)odd_half(rows[i]));
         }
       }
     }
 }
 
-// Transposes the keys of a page of codes. The result has the layout of turn_keys.
+// Transposes the keys of a page of codes. The result has the layout of transpose_keys.
 template <typename Element>
-void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahead) {
+void transpose_codes(const int8_t* codes, int head_size, uint32_t* transposed, Ahead& ahead) {
   const int row = row_of<int8_t>(head_size), depth = kDot<Element> ? head_size / 2 : head_size;
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < depth; at += LANES) {
@@ -119,7 +119,7 @@ void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahe
       transpose(rows);
       for (int i = 0; i < LANES; ++i) {
         if (i & 1) ahead.step();
-        store(turned + (at + i) * kSlots + slot, rows[i]);
+        store(transposed + (at + i) * kSlots + slot, rows[i]);
       }
     }
 }
@@ -202,12 +202,12 @@ void score(Scratch& scratch, int row, int head_size) {
 #pragma GCC unroll 8
       for (int v = 0; v < kAcross; ++v) sums[r][v] = Floats{};
     const uint32_t* query = reinterpret_cast<const uint32_t*>(scratch.query) + row * depth;
-    const uint32_t* turned = scratch.keys + slot;
-    for (int at = 0; at < depth; ++at, query += Rows, turned += kSlots) {
+    const uint32_t* transposed = scratch.keys + slot;
+    for (int at = 0; at < depth; ++at, query += Rows, transposed += kSlots) {
       scratch.keys_ahead.step();
       Words keys[kAcross];
 #pragma GCC unroll 8
-      for (int v = 0; v < kAcross; ++v) keys[v] = load<Words>(turned + v * LANES);
+      for (int v = 0; v < kAcross; ++v) keys[v] = load<Words>(transposed + v * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
@@ -325,20 +325,21 @@ inline void pair_weights(float* scores, int num_rows) {
 #endif
 #endif
 
-template <template <typename, int> class Act, typename Element, typename... Arguments>
+// Runs an operation on all rows, in blocks of up to eight.
+template <template <typename, int> class Operation, typename Element, typename... Arguments>
 inline void in_blocks(int num_rows, Arguments&&... arguments) {
   int row = 0;
-  for (; row + 8 <= num_rows; row += 8) Act<Element, 8>::run(row, arguments...);
+  for (; row + 8 <= num_rows; row += 8) Operation<Element, 8>::run(row, arguments...);
   if constexpr (kWide) {
     const int left = num_rows - row;
-    if (left == 7) return Act<Element, 7>::run(row, arguments...);
-    if (left == 6) return Act<Element, 6>::run(row, arguments...);
-    if (left == 5) return Act<Element, 5>::run(row, arguments...);
-    if (left == 3) return Act<Element, 3>::run(row, arguments...);
+    if (left == 7) return Operation<Element, 7>::run(row, arguments...);
+    if (left == 6) return Operation<Element, 6>::run(row, arguments...);
+    if (left == 5) return Operation<Element, 5>::run(row, arguments...);
+    if (left == 3) return Operation<Element, 3>::run(row, arguments...);
   }
-  if (row + 4 <= num_rows) Act<Element, 4>::run(row, arguments...), row += 4;
-  if (row + 2 <= num_rows) Act<Element, 2>::run(row, arguments...), row += 2;
-  if (row < num_rows) Act<Element, 1>::run(row, arguments...);
+  if (row + 4 <= num_rows) Operation<Element, 4>::run(row, arguments...), row += 4;
+  if (row + 2 <= num_rows) Operation<Element, 2>::run(row, arguments...), row += 2;
+  if (row < num_rows) Operation<Element, 1>::run(row, arguments...);
 }
 
 template <typename Element, int Rows>
@@ -410,11 +411,11 @@ void attend(const Part& part, Partial& partial, void* memory) {
     scratch.keys_ahead = ahead_of(next_keys, tile_bytes);
     scratch.values_ahead = ahead_of(next_values, tile_bytes);
     if constexpr (kAreCodes<Stored>) {
-      turn_codes<Element>(keys, head_size, scratch.keys, scratch.keys_ahead);
+      transpose_codes<Element>(keys, head_size, scratch.keys, scratch.keys_ahead);
       read_scales(keys, num_slots, head_size, factor, scratch.factors);
       read_scales(values, num_slots, head_size, 1.0f, scratch.value_scales);
     } else {
-      turn_keys(keys, head_size, scratch.keys, scratch.keys_ahead);
+      transpose_keys(keys, head_size, scratch.keys, scratch.keys_ahead);
     }
     in_blocks<Score, Element>(num_rows, scratch, head_size);
     for (int r = 0; r < num_rows; ++r) {

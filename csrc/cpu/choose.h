@@ -14,13 +14,13 @@ void choose(const pensieve::Choosing& choosing, int32_t row) {
   const Element* logits = static_cast<const Element*>(choosing.logits) + int64_t(row) * count;
   int32_t* experts = choosing.experts + int64_t(row) * chosen;
   float* shares = choosing.shares + int64_t(row) * chosen;
-  float most = -INFINITY, spread = 0.0f;
+  float most = -INFINITY, nan_sum = 0.0f;
   for (int i = 0; i < count; ++i) {
     const float x = read_one(logits + i);
     most = x > most ? x : most;
-    spread += x - x;  // becomes NaN if a logit is not finite
+    nan_sum += x - x;  // becomes NaN if a logit is not finite
   }
-  if (spread != 0.0f) {  // also true for NaN; then the row's result must not be finite, whichever experts are chosen
+  if (nan_sum != 0.0f) {  // also true for NaN; then the row's result must not be finite, whichever experts are chosen
     for (int i = 0; i < chosen; ++i) {
       experts[i] = i;
       shares[i] = __builtin_nanf("");

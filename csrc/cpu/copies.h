@@ -12,7 +12,7 @@ namespace pensieve {
 
 // Returns the distance in bytes between copied rows of `row_bytes` bytes. At a multiple of 4 KiB, rows would share few
 // cache sets and evict each other.
-inline int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
+inline int64_t row_distance(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
 
 // The thread that calls a product keeps this object between calls.
 class Copies {
@@ -22,7 +22,7 @@ class Copies {
   template <typename RowOf>
   void quantise(const Dense& dense, const Linear& linear, Product& product, RowOf row_of, int num_threads) {
     const int32_t width = linear.width, padded = linear.inputs;
-    const int64_t stride = apart(padded);
+    const int64_t stride = row_distance(padded);
     bytes_.resize(stride * product.num_rows);
     steps_.resize(product.num_rows);
     uint8_t* const to = bytes_.data();

@@ -12,10 +12,10 @@
 
 namespace {
 
-using pensieve::Joint;
 using pensieve::Norm;
 using pensieve::Product;
-using pensieve::Turning;
+using pensieve::Rotating;
+using pensieve::SumAndNorm;
 
 constexpr int kPanel = 2 * LANES;
 constexpr int kRows = kRegisters == 32 ? 12 : 4;  // each row has two sums, in two registers
@@ -142,7 +142,8 @@ inline Floats activated(Floats x, int32_t activation) {
   return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-inline Floats worth(Floats sums, const pensieve::Linear& linear, int column, float row_scale) {
+// Converts the integer sums of products of int8 weights with a quantised row to floats.
+inline Floats dequantised(Floats sums, const pensieve::Linear& linear, int column, float row_scale) {
   const Ints whole = kMiddle ? (Ints)sums - load<Ints>(linear.offsets + column) : (Ints)sums;
   return __builtin_convertvector(whole, Floats) * load<Floats>(linear.scales + column) * row_scale;
 }
@@ -156,8 +157,8 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   for (int r = 0; r < num_rows; ++r) {
     Floats a = load<Floats>(sums + r * kPanel), b = load<Floats>(sums + r * kPanel + LANES);
     if (linear.scales) {
-      a = worth(a, linear, panel * kPanel, product.row_scales[first + r]);
-      b = worth(b, linear, panel * kPanel + LANES, product.row_scales[first + r]);
+      a = dequantised(a, linear, panel * kPanel, product.row_scales[first + r]);
+      b = dequantised(b, linear, panel * kPanel + LANES, product.row_scales[first + r]);
     }
     if (linear.bias) {
       a += load<Floats>(linear.bias + panel * kPanel);
@@ -276,30 +277,30 @@ inline void normalise(const From* from, const Norm& norm, int row_width, To* to)
 }
 
 template <typename Element, typename Base>
-void joined(const Joint& joint, int32_t row) {
-  const int width = joint.width;
-  const Base* base = static_cast<const Base*>(joint.base) + int64_t(row) * width;
-  Element* out = joint.out ? static_cast<Element*>(joint.out) + int64_t(row) * width : nullptr;
-  if (!joint.added) {
-    normalise(base, joint.before, width, out);
+void sum_and_norm_of(const SumAndNorm& task, int32_t row) {
+  const int width = task.width;
+  const Base* base = static_cast<const Base*>(task.base) + int64_t(row) * width;
+  Element* out = task.out ? static_cast<Element*>(task.out) + int64_t(row) * width : nullptr;
+  if (!task.added) {
+    normalise(base, task.before, width, out);
     return;
   }
-  const float* added = joint.added + int64_t(row) * width;
-  float* sum = joint.sum + int64_t(row) * width;
-  float factor = joint.factor;
-  if (joint.after.weight) factor /= __builtin_sqrtf(mean_square(added, width) + joint.after.eps);
+  const float* added = task.added + int64_t(row) * width;
+  float* sum = task.sum + int64_t(row) * width;
+  float factor = task.factor;
+  if (task.after.weight) factor /= __builtin_sqrtf(mean_square(added, width) + task.after.eps);
   int i = 0;
   for (; i + LANES <= width; i += LANES) {
     Floats more = load<Floats>(added + i) * factor;
-    if (joint.after.weight) more *= load<Floats>(joint.after.weight + i);
+    if (task.after.weight) more *= load<Floats>(task.after.weight + i);
     store(sum + i, read(base + i) + more);
   }
   for (; i < width; ++i)
     sum[i] = read_one(base + i) +
-             added[i] * factor * (joint.after.weight ? joint.after.weight[i] : 1.0f);
+             added[i] * factor * (task.after.weight ? task.after.weight[i] : 1.0f);
   if (!out) return;
-  if (joint.before.weight) {
-    normalise(sum, joint.before, width, out);
+  if (task.before.weight) {
+    normalise(sum, task.before, width, out);
     return;
   }
   for (i = 0; i + LANES <= width; i += LANES) write(out + i, load<Floats>(sum + i));
@@ -307,11 +308,11 @@ void joined(const Joint& joint, int32_t row) {
 }
 
 template <typename Element>
-void join(const Joint& joint, int32_t row) {
-  if (joint.base_float)
-    joined<Element, float>(joint, row);
+void sum_and_norm(const SumAndNorm& task, int32_t row) {
+  if (task.base_float)
+    sum_and_norm_of<Element, float>(task, row);
   else
-    joined<Element, Element>(joint, row);
+    sum_and_norm_of<Element, Element>(task, row);
 }
 
 template <typename Element, typename Rotation>
@@ -331,44 +332,44 @@ inline void rotate(Element* head, const Rotation* cosine, const Rotation* sine, 
 }
 
 template <typename Element, typename Rotation>
-inline void rotate_heads(const Turning& turning, int32_t row, Element* first) {
-  const int64_t at = int64_t(row) * turning.rotary;
-  const Rotation* cosine = static_cast<const Rotation*>(turning.cosines) + at;
-  const Rotation* sine = static_cast<const Rotation*>(turning.sines) + at;
-  for (int head = 0; head < turning.num_heads + turning.num_kv_heads; ++head)
-    rotate(first + head * turning.head_size, cosine, sine, turning.rotary);
+inline void rotate_heads(const Rotating& rotating, int32_t row, Element* first) {
+  const int64_t at = int64_t(row) * rotating.rotary;
+  const Rotation* cosine = static_cast<const Rotation*>(rotating.cosines) + at;
+  const Rotation* sine = static_cast<const Rotation*>(rotating.sines) + at;
+  for (int head = 0; head < rotating.num_heads + rotating.num_kv_heads; ++head)
+    rotate(first + head * rotating.head_size, cosine, sine, rotating.rotary);
 }
 
 template <typename Element>
-void turn(const Turning& turning, int32_t row) {
-  const int heads = turning.num_heads, kv_heads = turning.num_kv_heads, size = turning.head_size;
-  Element* queries = static_cast<Element*>(turning.rows) + row * turning.row_stride;
+void rotate_row(const Rotating& rotating, int32_t row) {
+  const int heads = rotating.num_heads, kv_heads = rotating.num_kv_heads, size = rotating.head_size;
+  Element* queries = static_cast<Element*>(rotating.rows) + row * rotating.row_stride;
   Element* keys = queries + heads * size;
-  if (turning.query_norm.weight) normalise(queries, turning.query_norm, heads * size, queries);
-  if (turning.key_norm.weight) normalise(keys, turning.key_norm, kv_heads * size, keys);
-  if (turning.rotation_float)
-    rotate_heads<Element, float>(turning, row, queries);
+  if (rotating.query_norm.weight) normalise(queries, rotating.query_norm, heads * size, queries);
+  if (rotating.key_norm.weight) normalise(keys, rotating.key_norm, kv_heads * size, keys);
+  if (rotating.rotation_float)
+    rotate_heads<Element, float>(rotating, row, queries);
   else
-    rotate_heads<Element, Element>(turning, row, queries);
+    rotate_heads<Element, Element>(rotating, row, queries);
 }
 
 template <typename Element>
 float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) {
   const Element* row = static_cast<const Element*>(memory);
-  Floats most{}, odd{};
+  Floats most{}, nan_lanes{};
   int i = 0;
   for (; i + LANES <= width; i += LANES) {
     const Floats x = read(row + i);
     most = larger(x < 0.0f ? -x : x, most);
-    odd += x - x;  // becomes NaN if a value is not finite
+    nan_lanes += x - x;  // becomes NaN if a value is not finite
   }
-  float largest = max_of(most), spoilt = sum_of(odd);
+  float largest = max_of(most), nan_sum = sum_of(nan_lanes);
   for (; i < width; ++i) {
     const float x = read_one(row + i), size = x < 0.0f ? -x : x;
     largest = size > largest ? size : largest;
-    spoilt += x - x;
+    nan_sum += x - x;
   }
-  if (spoilt != 0.0f) {  // also true for NaN; then the row's products must not be finite
+  if (nan_sum != 0.0f) {  // also true for NaN; then the row's products must not be finite
     memset(out, kMiddle, padded);
     return __builtin_nanf("");
   }
@@ -397,19 +398,19 @@ void widen_row(const void* memory, int32_t width, float* out) {
 }
 
 inline int32_t largest(const float* row, int32_t width) {
-  Floats most = splat(-INFINITY), spread{};
+  Floats most = splat(-INFINITY), nan_lanes{};
   int i = 0;
   for (; i + LANES <= width; i += LANES) {
     const Floats x = load<Floats>(row + i);
     most = larger(x, most);
-    spread += x - x;  // becomes NaN if a value is not finite
+    nan_lanes += x - x;  // becomes NaN if a value is not finite
   }
-  float best = max_of(most), odd = sum_of(spread);
+  float best = max_of(most), nan_sum = sum_of(nan_lanes);
   for (; i < width; ++i) {
     best = row[i] > best ? row[i] : best;
-    odd += row[i] - row[i];
+    nan_sum += row[i] - row[i];
   }
-  if (odd != 0.0f) return -1;  // also true for NaN
+  if (nan_sum != 0.0f) return -1;  // also true for NaN
   i = 0;
   for (; i + LANES <= width; i += LANES)
     if (max_of(load<Floats>(row + i)) == best) break;
@@ -420,6 +421,7 @@ inline int32_t largest(const float* row, int32_t width) {
 template <typename Element>
 constexpr pensieve::Dense dense_for = {
     LANES, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
-    join<Element>, turn<Element>, largest, choose<Element>, kWidened<Element> ? widen_row<Element> : nullptr};
+    sum_and_norm<Element>, rotate_row<Element>, largest, choose<Element>,
+    kWidened<Element> ? widen_row<Element> : nullptr};
 
 }  // namespace

@@ -43,7 +43,7 @@ struct Group {
 
 // Multiplies each group's rows by the group's weights. `product` has everything except the weights. All groups' weights
 // have the same sizes. `next_linear` is multiplied next: its first panels are prefetched.
-void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const Product& product,
+void multiply_groups(Multiply kernel, int lanes, std::vector<Group>& groups, const Product& product,
                      const Linear* next_linear, int num_threads) {
   if (groups.empty()) return;
   const Linear& any = *groups[0].linear;
@@ -73,8 +73,8 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
     Product own = product;
     own.linear = group.linear;
     const int stretch = (piece - group.first_piece) % group.num_row_parts, rows = group.end - group.first;
-    act(own, panel, group.first + int(int64_t(rows) * stretch / group.num_row_parts),
-        group.first + int(int64_t(rows) * (stretch + 1) / group.num_row_parts), ahead);
+    kernel(own, panel, group.first + int(int64_t(rows) * stretch / group.num_row_parts),
+           group.first + int(int64_t(rows) * (stretch + 1) / group.num_row_parts), ahead);
   });
 }
 
@@ -175,7 +175,7 @@ void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_
       nullptr, num_threads);
   const char* const gated = static_cast<const char*>(buffers.gated);
   multiply_pairs(
-      dense, pairs, experts.out, pairs.gated, {nullptr, gated, wide, count, buffers.answers, hidden, 1},
+      dense, pairs, experts.out, pairs.gated, {nullptr, gated, wide, count, buffers.outputs, hidden, 1},
       [&](int place) { return gated + place * wide_bytes; }, nullptr, wide_bytes, call.then,
       num_threads);
 
@@ -183,11 +183,11 @@ void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_
     float* const sum = call.out + int64_t(row) * hidden;
     for (int i = 0; i < chosen; ++i) {
       const float share = pairs.shares[row * chosen + i];
-      const float* answer = buffers.answers + int64_t(pairs.places[row * chosen + i]) * hidden;
+      const float* output = buffers.outputs + int64_t(pairs.places[row * chosen + i]) * hidden;
       if (i)
-        for (int column = 0; column < hidden; ++column) sum[column] += share * answer[column];
+        for (int column = 0; column < hidden; ++column) sum[column] += share * output[column];
       else
-        for (int column = 0; column < hidden; ++column) sum[column] = share * answer[column];
+        for (int column = 0; column < hidden; ++column) sum[column] = share * output[column];
     }
   });
 }

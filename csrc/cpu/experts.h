@@ -19,7 +19,7 @@ struct ExpertBuffers {
   void* logits;    // (rows, experts) Element
   void* rows;      // (rows * chosen, hidden) Element
   void* gated;     // (rows * chosen, mlp) Element
-  float* answers;  // (rows * chosen, hidden)
+  float* outputs;  // (rows * chosen, hidden)
 };
 
 struct ExpertCall {

@@ -52,7 +52,7 @@ struct Worker {
   }
 
   // A thread that finds no more panels prefetches the first panels of `then`, the next product.
-  void multiply_by(Multiply act, MultiplyBlock block, const Product& product, const Linear* then) const {
+  void multiply_by(Multiply kernel, MultiplyBlock block, const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
     const int64_t row_bytes = linear.inputs * (linear.scales ? 1 : element_bytes);
     if (block && product.num_rows > kRowsOfDecodes && product.num_rows * row_bytes > kRowBytes)
@@ -67,17 +67,17 @@ struct Worker {
         ahead = panel_of(then, dense.lanes, following - pieces);
       else if (following / stretches != panel)
         ahead = panel_of(&linear, dense.lanes, following / stretches);
-      act(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
-          int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
+      kernel(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
+             int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
     });
   }
 
   // Multiplies rows that do not stay in the cache from one panel to the next. A piece is some rows and several panels.
-  void multiply_in_blocks(MultiplyBlock act, Product product, const Linear* then) const {
+  void multiply_in_blocks(MultiplyBlock kernel, Product product, const Linear* then) const {
     const Linear& linear = *product.linear;
     static thread_local std::vector<char> copied;
-    if (!linear.scales && apart(product.row_stride * element_bytes) != product.row_stride * element_bytes) {
-      const int64_t from_bytes = product.row_stride * element_bytes, to_bytes = apart(from_bytes);
+    if (!linear.scales && row_distance(product.row_stride * element_bytes) != product.row_stride * element_bytes) {
+      const int64_t from_bytes = product.row_stride * element_bytes, to_bytes = row_distance(from_bytes);
       const char* const from = static_cast<const char*>(product.rows);
       copied.resize(to_bytes * product.num_rows);
       char* const to = copied.data();
@@ -98,14 +98,14 @@ struct Worker {
       const int panel = piece / stretches * group, first = piece % stretches * each;
       const Linear* after = following < pieces ? &linear : then;
       const int64_t panel_after = following < pieces ? following / stretches * group : following - pieces;
-      act(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows),
-          panel_of(after, dense.lanes, panel_after));
+      kernel(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows),
+             panel_of(after, dense.lanes, panel_after));
     });
   }
 
-  template <typename Act>
-  void each_row(int num_rows, Act act) const {
-    pensieve::each_row(num_threads, num_rows, act);
+  template <typename DoRow>
+  void each_row(int num_rows, DoRow do_row) const {
+    pensieve::each_row(num_threads, num_rows, do_row);
   }
 };
 
@@ -127,7 +127,7 @@ struct Layer {
 // Scratch memory for all rows of a call.
 struct Buffers {
   void* normed;   // (rows, hidden) Element
-  void* turned;   // (rows, queries + keys + values) Element, rotated
+  void* rotated;   // (rows, queries + keys + values) Element, rotated
   void* gated;    // (rows, mlp) Element
   float* added;   // (rows, hidden)
   float* sum;     // (rows, hidden)
@@ -194,22 +194,22 @@ static void before_attention(const char* only, const Layer* layer, const Buffers
   const Dense& dense = worker.dense;
   const void* input = residual;
   if (layer->attention_before.weight) {
-    const Joint joint{
+    const SumAndNorm task{
         residual, layer->type == 0, nullptr, {}, layer->attention_before, 1.0f, nullptr, buffers->normed, layer->hidden};
-    worker.each_row(num_rows, [&](int row) { dense.join(joint, row); });
+    worker.each_row(num_rows, [&](int row) { dense.sum_and_norm(task, row); });
     input = buffers->normed;
   }
   laps.lap(Stage::kNormBefore);
   const int32_t width = layer->attention_in.outputs;
-  worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0},
+  worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->rotated, width, 0},
                   &layer->attention_out);
   laps.lap(Stage::kHeadsIn);
-  const Turning turning{buffers->turned, width, cosines,
-                        sines, rotation_float, layer->query_norm,
-                        layer->key_norm, layer->num_heads, layer->num_kv_heads,
-                        layer->head_size, rotary};
+  const Rotating rotating{buffers->rotated, width, cosines,
+                          sines, rotation_float, layer->query_norm,
+                          layer->key_norm, layer->num_heads, layer->num_kv_heads,
+                          layer->head_size, rotary};
   if (rotary || layer->query_norm.weight)
-    worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
+    worker.each_row(num_rows, [&](int row) { dense.rotate_row(rotating, row); });
   laps.lap(Stage::kRotation);
 }
 
@@ -234,19 +234,20 @@ static void after_attention(const char* only, const Layer* layer, const Buffers*
                    buffers->added, hidden, 1},
                   layer->experts ? &layer->experts->router : &layer->mlp_in);
   laps.lap(Stage::kHeadsOut);
-  Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
-               layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
+  SumAndNorm middle{residual, layer->type == 0, buffers->added, layer->attention_after,
+                    layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   if (layer->parallel) {
     // Each row's sum is computed before its norm, because `residual` and `normed` may be the same buffer.
     middle.before = {};
     middle.out = nullptr;
-    const Joint beside{residual, layer->type == 0, nullptr, {}, layer->mlp_before, 1.0f, nullptr, buffers->normed, hidden};
+    const SumAndNorm mlp_norm{
+        residual, layer->type == 0, nullptr, {}, layer->mlp_before, 1.0f, nullptr, buffers->normed, hidden};
     worker.each_row(num_rows, [&](int row) {
-      dense.join(middle, row);
-      dense.join(beside, row);
+      dense.sum_and_norm(middle, row);
+      dense.sum_and_norm(mlp_norm, row);
     });
   } else {
-    worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
+    worker.each_row(num_rows, [&](int row) { dense.sum_and_norm(middle, row); });
   }
   laps.lap(Stage::kSumAndNorm);
   if (layer->experts) {
@@ -262,8 +263,8 @@ static void after_attention(const char* only, const Layer* layer, const Buffers*
                     layer->then);
   }
   laps.lap(Stage::kMlpOut);
-  const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
-  worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
+  const SumAndNorm last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
+  worker.each_row(num_rows, [&](int row) { dense.sum_and_norm(last, row); });
   laps.lap(Stage::kSum);
 }
 
@@ -288,7 +289,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   char* keys = pages->arena + layer->index * pages->num_pages * 2 * half * stored_bytes;
   char* values = keys + half * stored_bytes;
   const int64_t width = layer->attention_in.outputs, size = layer->head_size;
-  const char* query = static_cast<const char*>(buffers->turned);
+  const char* query = static_cast<const char*>(buffers->rotated);
   const char* key = query + layer->num_heads * size * bytes;
   const char* value = key + layer->num_kv_heads * size * bytes;
   int32_t answer = pensieve_before_attention(only, layer, buffers, residual, pages->cosines, pages->sines,
@@ -315,7 +316,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   int32_t num_rows = pages->num_rows;
   if (num_kept >= 0) {  // gather the kept rows in buffers that are no longer used
     const int64_t wide = layer->num_heads * size * bytes, narrow = layer->hidden * bytes;
-    char *to = static_cast<char*>(buffers->turned), *base = static_cast<char*>(buffers->normed);
+    char *to = static_cast<char*>(buffers->rotated), *base = static_cast<char*>(buffers->normed);
     for (int32_t i = 0; i < num_kept; ++i) {
       std::memcpy(to + i * wide, static_cast<const char*>(attended) + kept[i] * wide, wide);
       std::memcpy(base + i * narrow, static_cast<const char*>(residual) + kept[i] * narrow, narrow);
@@ -346,8 +347,8 @@ int32_t pensieve_layers(const char* only, const Layer* const* layers, int32_t nu
 void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const void* rows, void* out,
                         int32_t num_rows, int32_t num_threads) {
   const Worker worker(only, type, num_threads);
-  const Joint joint{rows, type == 0, nullptr, {}, *norm, 1.0f, nullptr, out, norm->width};
-  worker.each_row(num_rows, [&](int row) { worker.dense.join(joint, row); });
+  const SumAndNorm task{rows, type == 0, nullptr, {}, *norm, 1.0f, nullptr, out, norm->width};
+  worker.each_row(num_rows, [&](int row) { worker.dense.sum_and_norm(task, row); });
 }
 
 // Returns, for each row, the first column with the largest value, or -1 if any value of the row is not finite.

@@ -74,7 +74,7 @@ constexpr int kBlockRows = 256, kBlockPanels = 8;
 
 // Computes sum = base + factor * after(added) and out = before(sum). `after` and `before` are norms, and `after` is
 // not centred. `base` is Element or float. Null arguments are omitted.
-struct Joint {
+struct SumAndNorm {
   const void* base;
   int32_t base_float;
   const float* added;
@@ -84,10 +84,10 @@ struct Joint {
   void* out;
   int32_t width;
 };
-using Join = void (*)(const Joint&, int32_t row);
+using ComputeSumAndNorm = void (*)(const SumAndNorm&, int32_t row);
 
 // Applies the norms of queries and keys, then the rotation of halves (rotary embedding), in place.
-struct Turning {
+struct Rotating {
   void* rows;  // queries, keys, values of each token
   int64_t row_stride;
   const void *cosines, *sines;  // (tokens, rotary), Element or float
@@ -95,7 +95,7 @@ struct Turning {
   Norm query_norm, key_norm;
   int32_t num_heads, num_kv_heads, head_size, rotary;
 };
-using Turn = void (*)(const Turning&, int32_t row);
+using RotateRow = void (*)(const Rotating&, int32_t row);
 
 // Quantises a row to bytes around kZero. Returns the step size. Bytes behind the row, up to `padded`, are kZero.
 using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8_t* out);
@@ -129,8 +129,8 @@ struct Dense {
   int32_t lanes;
   Multiply multiply, multiply_bytes;
   Quantise quantise;
-  Join join;
-  Turn turn;
+  ComputeSumAndNorm sum_and_norm;
+  RotateRow rotate_row;
   Largest largest;
   Choose choose;
   Widen widen = nullptr;  // null: products take rows of Elements

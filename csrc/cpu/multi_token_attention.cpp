@@ -57,7 +57,8 @@ struct Memory {  // private to a thread
   alignas(64) char scratch[kScratchBytes];
 };
 
-struct Cut {
+// A part of an item or of a pack: one piece of the threads' work.
+struct WorkPart {
   int item;  // -1: the part belongs to a pack
   int part, first_page, end_page;
   int pack = -1, kv_head = 0;  // the pack of this part, or the pack that the item continues from
@@ -65,7 +66,7 @@ struct Cut {
 
 struct Plan {
   std::vector<Item> items;
-  std::vector<Cut> cuts;
+  std::vector<WorkPart> work_parts;
   std::vector<Pack> packs;
   std::vector<Member> members;
   std::vector<int32_t> rows;  // the batch row of each token of the packs
@@ -129,17 +130,17 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   return part;
 }
 
-Part part_of(const Call& call, const Plan& plan, const Cut& cut) {
-  if (cut.item >= 0) {
-    Part part = part_of(call, plan.items[cut.item], cut.first_page, cut.end_page);
-    part.continues = cut.pack >= 0;
+Part part_of(const Call& call, const Plan& plan, const WorkPart& work) {
+  if (work.item >= 0) {
+    Part part = part_of(call, plan.items[work.item], work.first_page, work.end_page);
+    part.continues = work.pack >= 0;
     return part;
   }
-  const Pack& pack = plan.packs[cut.pack];
-  const Item& first = plan.items[plan.members[pack.first_member].first_item + cut.kv_head];
-  Part part = part_of(call, first, cut.first_page, cut.end_page);
+  const Pack& pack = plan.packs[work.pack];
+  const Item& first = plan.items[plan.members[pack.first_member].first_item + work.kv_head];
+  Part part = part_of(call, first, work.first_page, work.end_page);
   const int group = call.num_heads / call.num_kv_heads;
-  part.query = at(call.query, cut.kv_head * group * call.query_head_stride, call.type);
+  part.query = at(call.query, work.kv_head * group * call.query_head_stride, call.type);
   part.rows = plan.rows.data() + pack.first_row;
   part.num_tokens = pack.num_tokens;
   part.position = kSeesAll;
@@ -263,7 +264,7 @@ Plan planned(const Call& call) {
     for (int head = 0; head < call.num_kv_heads; ++head)
       for (int first = 0; first < plan.packs[i].num_pages; first += kPagesMax) {
         const int end = std::min(plan.packs[i].num_pages, first + kPagesMax);
-        plan.cuts.push_back({-1, first / kPagesMax, first, end, int(i), head});
+        plan.work_parts.push_back({-1, first / kPagesMax, first, end, int(i), head});
       }
   for (int slice = 0; slice < call.num_slices; ++slice) {
     const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
@@ -293,7 +294,7 @@ Plan planned(const Call& call) {
           const int end = std::min(plan.items[i].num_pages, (p + 1) * kPagesMax);
           const int first = std::max(p * kPagesMax, std::min(shared, end));
           if (p >= plan.items[i].num_parts || first == end) continue;
-          plan.cuts.push_back({i, p, first, end, first > p * kPagesMax ? in_pack : -1, head});
+          plan.work_parts.push_back({i, p, first, end, first > p * kPagesMax ? in_pack : -1, head});
         }
     }
   }
@@ -315,20 +316,20 @@ class Work {
   bool has_memory() const { return kept_ || !plan_.num_kept; }
 
   void run() {
-    const int num_cuts = int(plan_.cuts.size());
-    each_piece(call_.num_threads, num_cuts, [&](int taken, int following) {
-      const Cut& cut = plan_.cuts[taken];
-      Part part = part_of(call_, plan_, cut);
-      if (following < num_cuts) {
-        const Part then = part_of(call_, plan_, plan_.cuts[following]);
+    const int num_work_parts = int(plan_.work_parts.size());
+    each_piece(call_.num_threads, num_work_parts, [&](int taken, int following) {
+      const WorkPart& work = plan_.work_parts[taken];
+      Part part = part_of(call_, plan_, work);
+      if (following < num_work_parts) {
+        const Part then = part_of(call_, plan_, plan_.work_parts[following]);
         const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
         part.keys_after = in_pages(call_, then.keys, page);
         part.values_after = in_pages(call_, then.values, page);
       }
-      if (cut.item < 0)
-        attend_pack(cut, part);
+      if (work.item < 0)
+        attend_pack(work, part);
       else
-        attend_item(cut, part);
+        attend_item(work, part);
     });
   }
 
@@ -349,37 +350,37 @@ class Work {
     return partial_at(at, num_rows(item), call_.head_size);
   }
 
-  void attend_item(const Cut& cut, const Part& part) {
-    const Item& item = plan_.items[cut.item];
+  void attend_item(const WorkPart& work, const Part& part) {
+    const Item& item = plan_.items[work.item];
     if (item.kept < 0) {
       Partial partial{own().largest, own().sum, own().weighted};
       attend_(part, partial, own().scratch);
       write_out(call_, kernel_, item, partial);
       return;
     }
-    if (part.continues) wait_for(done_[cut.pack * call_.num_kv_heads + cut.kv_head]);
-    Partial partial = kept_partial(item, cut.part);
+    if (part.continues) wait_for(done_[work.pack * call_.num_kv_heads + work.kv_head]);
+    Partial partial = kept_partial(item, work.part);
     attend_(part, partial, own().scratch);
-    finish_part(cut.item);
+    finish_part(work.item);
   }
 
-  void attend_pack(const Cut& cut, const Part& part) {
+  void attend_pack(const WorkPart& work, const Part& part) {
     Partial partial{own().largest, own().sum, own().weighted};
     attend_(part, partial, own().scratch);
-    const Pack& pack = plan_.packs[cut.pack];
-    const bool whole = cut.end_page - cut.first_page == kPagesMax;
+    const Pack& pack = plan_.packs[work.pack];
+    const bool whole = work.end_page - work.first_page == kPagesMax;
     for (int i = pack.first_member; i < pack.end_member; ++i) {
       const Member& member = plan_.members[i];
-      const int index = member.first_item + cut.kv_head;
+      const int index = member.first_item + work.kv_head;
       const Item& item = plan_.items[index];
       const int rows = num_rows(item), first = member.first_token * part.group;
-      const Partial to = kept_partial(item, cut.part);
+      const Partial to = kept_partial(item, work.part);
       std::copy_n(partial.largest + first, rows, to.largest);
       std::copy_n(partial.sum + first, rows, to.sum);
       std::copy_n(partial.weighted + int64_t(first) * call_.head_size, int64_t(rows) * call_.head_size, to.weighted);
       if (whole) finish_part(index);
     }
-    if (!whole) done_[cut.pack * call_.num_kv_heads + cut.kv_head].store(1, std::memory_order_release);
+    if (!whole) done_[work.pack * call_.num_kv_heads + work.kv_head].store(1, std::memory_order_release);
   }
 
   void finish_part(int index) {

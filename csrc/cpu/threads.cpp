@@ -8,14 +8,14 @@
 //   gate     wanted: helpers that may enter (0 while the gate is closed); inside: helpers that have not left
 //   round    number of the round; a helper waits until the number changes
 //
-//   caller   sets act and work; gate = (wanted, 0); ++round; wakes sleepers; works; closes the gate; waits for
-//            inside == 0
+//   caller   sets run_work_ and work_; gate = (wanted, 0); ++round; wakes sleepers; works; closes the gate; waits
+//            for inside == 0
 //   helper   waits for another round; enters (a compare-and-swap that fails if the gate is closed); works;
 //            leaves; wakes the caller if it was the last helper inside and the gate is closed
 //
-// `act` and `work` need no lock. They are written only while the gate is closed and no helper is inside, and read only
-// inside. A helper may wake up too late and enter the next round, or enter a round twice. This is harmless, because a
-// helper claims only pieces that are left.
+// `run_work_` and `work_` need no lock. They are written only while the gate is closed and no helper is inside, and
+// read only inside. A helper may wake up too late and enter the next round, or enter a round twice. This is
+// harmless, because a helper claims only pieces that are left.
 //
 // Waiting threads spin for kSpin and then sleep. Spinning is the fastest way to wait while every thread has a core. On
 // a shared core, spinning delays the other thread. kSpin is about the cost of a sleep and a wake-up, so a wait costs at
@@ -121,16 +121,16 @@ class Word {
 class Team {
  public:
   // Returns false if another caller uses the team.
-  bool run(int num_helpers, RunWork act, void* work) {
+  bool run(int num_helpers, RunWork run_work, void* work) {
     if (taken_.exchange(true, std::memory_order_acquire)) return false;
     if (num_helpers > num_helpers_) hire(num_helpers);
-    act_ = act;
+    run_work_ = run_work;
     work_ = work;
     const int wanted = num_helpers < num_helpers_ ? num_helpers : num_helpers_;
     gate_.value.store(uint32_t(wanted) * kWanted);
     round_.value.fetch_add(1);
     round_.wake();
-    act(work);
+    run_work(work);
     if (gate_.value.fetch_and(kWanted - 1) % kWanted) gate_.wait([](uint32_t gate) { return gate == 0; });
     taken_.store(false, std::memory_order_release);
     return true;
@@ -160,14 +160,14 @@ class Team {
       }
       if (!entered) continue;
       seen = round_.value.load();
-      act_(work_);
+      run_work_(work_);
       if (gate_.value.fetch_sub(1) == 1) gate_.wake();
     }
   }
 
   std::atomic<bool> taken_{false};
   int num_helpers_ = 0;
-  RunWork act_ = nullptr;
+  RunWork run_work_ = nullptr;
   void* work_ = nullptr;
   alignas(64) Word gate_;
   alignas(64) Word round_;
@@ -188,9 +188,9 @@ Team* team() {
 
 }  // namespace
 
-void run_on_threads(int num_threads, RunWork act, void* work) {
+void run_on_threads(int num_threads, RunWork run_work, void* work) {
   Team* const found = team();
-  if (!found || !found->run(num_threads - 1, act, work)) act(work);
+  if (!found || !found->run(num_threads - 1, run_work, work)) run_work(work);
 }
 
 }  // namespace pensieve

@@ -23,19 +23,19 @@ void on_threads(int num_threads, Work& work) {
     work();
 }
 
-// Calls `act(piece, following)` for each of `num_pieces` pieces, on threads that claim pieces one by one. `following` is
-// the thread's probable next piece, so that `act` can prefetch the first bytes of that piece. If `following` is
-// `num_pieces` or more, it is a piece of the next operation. A thread claims its next piece before it begins a piece.
-// With few pieces per thread, it claims the next piece afterwards, because a claimed piece would wait while other
-// threads are idle.
-template <typename Act>
-void each_piece(int num_threads, int num_pieces, Act act) {
+// Calls `do_piece(piece, following)` for each of `num_pieces` pieces, on threads that claim pieces one by one.
+// `following` is the thread's probable next piece, so that `do_piece` can prefetch the first bytes of that piece.
+// If `following` is `num_pieces` or more, it is a piece of the next operation. A thread claims its next piece
+// before it begins a piece. With few pieces per thread, it claims the next piece afterwards, because a claimed
+// piece would wait while other threads are idle.
+template <typename DoPiece>
+void each_piece(int num_threads, int num_pieces, DoPiece do_piece) {
   const bool early = num_pieces >= kPiecesToClaimEarly * num_threads;
   std::atomic<int> next{0};
   auto work = [&] {
     for (int piece = next.fetch_add(1), following; piece < num_pieces; piece = following) {
       following = early ? next.fetch_add(1) : piece + num_threads;
-      act(piece, following);
+      do_piece(piece, following);
       if (!early) following = next.fetch_add(1);
     }
   };

@@ -41,7 +41,7 @@ def test_the_search_ends_if_every_rate_or_no_rate_is_within_the_limits() -> None
 
 
 def test_turns_longer_than_the_device_tier_make_a_load_impossible() -> None:
-    long = replace(LOAD, habits=replace(CHAT, input_tokens=400.0))
+    long = replace(LOAD, preset=replace(CHAT, input_tokens=400.0))
     with pytest.raises(
         Impossible, match=r"% of the turns are longer .* device tier of 2,000 tokens"
     ):

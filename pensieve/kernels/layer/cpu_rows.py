@@ -37,7 +37,7 @@ class PagesStruct(ctypes.Structure):
 class ExpertBuffersStruct(ctypes.Structure):
     _fields_: ClassVar = [
         ("rows_max", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("logits", "rows", "gated", "answers")),
+        *((name, ctypes.c_void_p) for name in ("logits", "rows", "gated", "outputs")),
     ]
 
 
@@ -45,7 +45,7 @@ class BuffersStruct(ctypes.Structure):
     _fields_: ClassVar = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("normed", "turned", "gated", "added", "sum", "attended")
+            for name in ("normed", "rotated", "gated", "added", "sum", "attended")
         ),
         ("experts", ExpertBuffersStruct),
     ]

@@ -71,6 +71,6 @@ void operator delete(void*, size_t) noexcept {}
 
 namespace pensieve {
 
-void run_on_threads(int, Act act, void* work) { act(work); }
+void run_on_threads(int, RunWork run_work, void* work) { run_work(work); }
 
 }  // namespace pensieve

@@ -53,7 +53,7 @@ MISTAKES = {
     ),
     "a row that does not see itself": Mistake(ATTEND, "slot <= last ?", "slot < last ?"),
     "slots that are not masked": Mistake(
-        ATTEND, "- first + 1;  // positions", "- first + 2;  // positions"
+        ATTEND, "- first + 1;  // later rows", "- first + 2;  // later rows"
     ),
     "a row that has seen nothing": Mistake(ATTEND, "largest == none ? Floats{} :", ""),
     "a row that sees what follows": Mistake(

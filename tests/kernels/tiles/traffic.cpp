@@ -52,7 +52,7 @@ namespace pensieve {
 
 static Dense used = tiled_bfloat16;
 const Dense& dense_of(const char*, Type) { return used; }
-void run_on_threads(int, Act act, void* work) { act(work); }
+void run_on_threads(int, RunWork run_work, void* work) { run_work(work); }
 
 }  // namespace pensieve
 
