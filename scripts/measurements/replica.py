@@ -55,6 +55,10 @@ class Load:
     preset: WorkloadPreset
     reaction_seconds: float | None = None
     seconds: float | None = None  # counted time; None: two reaction times, at least a minute
+    warm_seconds: float | None = (
+        None  # before figures count; None: half a reaction time, at least 30
+    )
+    turns_min: int = 1  # shorter conversations are left out
     seed: int = 0
     seconds_per_token: float = 0.03  # speed of replies before the start
 
@@ -67,21 +71,27 @@ class Load:
     def mean_seconds(self) -> float:
         """Return the mean duration of a conversation."""
         reply = self.seconds_per_token * self.preset.output_tokens
-        return self.preset.turns_mean * (self.reaction + reply)
+        return self.preset.turns_from(self.turns_min) * (self.reaction + reply)
 
     @property
     def window(self) -> Window:
         free_until = REACTION_TIMES_FREE * self.reaction
-        counted_from = free_until + max(self.reaction / 2, 30.0)
+        warm = max(self.reaction / 2, 30.0) if self.warm_seconds is None else self.warm_seconds
         seconds = max(2 * self.reaction, 60.0) if self.seconds is None else self.seconds
-        return Window(free_until, counted_from, counted_from + seconds)
+        return Window(free_until, free_until + warm, free_until + warm + seconds)
 
     def arrivals(self, rate: float) -> Iterator[Arrival]:
         """Yield the arrivals in the order of their times."""
         free_until, _, ends = self.window
         before = LIFETIMES_BEFORE * self.mean_seconds
-        seconds = before + ends - free_until
-        arrivals = drawn(self.preset, rate, seconds, self.seed, reaction_seconds=self.reaction)
+        arrivals = drawn(
+            self.preset,
+            rate,
+            before + ends - free_until,
+            self.seed,
+            reaction_seconds=self.reaction,
+            turns_min=self.turns_min,
+        )
         return steady_load(arrivals, before, free_until, self.seconds_per_token)
 
 
@@ -128,6 +138,7 @@ class Replica:
     phases: str = "unified"
     stages: int = 1  # pipeline stages; `cost` is the cost of one stage
     first_come: bool = False  # prompts in the order of arrival
+    stateless: bool = False  # each turn computes its whole history again
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(
@@ -146,6 +157,7 @@ class Replica:
             count_from=window.counted_from,
             until=window.ends,
             free_until=window.free_until,
+            stateless=self.stateless,
             phases=self.phases,
         )
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from pensieve.core.cost import IterationCost
 from pensieve.sim.executor import VirtualClock
-from pensieve.sim.simulator import STEPS_PER_REPORT, SimulationFigures
+from pensieve.sim.simulator import SimulationFigures
 from pensieve.sim.trace import Arrival
 
 
@@ -75,11 +75,7 @@ class ScheduleRun:
         self.counts = SimulationFigures()
         self._cost = cost
 
-    def finish(
-        self,
-        arrivals: Iterable[Arrival],
-        progress: Callable[[float, SimulationFigures], None] | None = None,
-    ) -> SimulationFigures:
+    def finish(self, arrivals: Iterable[Arrival]) -> SimulationFigures:
         source = iter(arrivals)
         ahead = next(source, None)
         clock, schedule = self.clock, self.schedule
@@ -90,8 +86,6 @@ class ScheduleRun:
             batch = schedule.plan(clock.now())
             if batch:
                 self._run(batch)
-                if progress is not None and self.counts.iterations % STEPS_PER_REPORT == 0:
-                    progress(clock.now(), self.counts)
                 continue
             moment = min((ahead.at or 0.0) if ahead is not None else math.inf, schedule.wakes_at())
             if moment == math.inf:

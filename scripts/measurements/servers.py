@@ -1,9 +1,8 @@
 """Simulate one load through the daemon's own engine, and through the schedules of other servers.
 
 The load is single requests that arrive at random (the first rounds of conversations), as in the evaluation of
-the paper FluidInfer (scripts/papers/fluidinfer.py). The same quantities are measured. The normalized latency
-is the mean over requests of the time from arrival to end, divided by the tokens of the reply. The latency
-bound is the longest time between two tokens of one reply. All requests are served to their end and counted.
+the paper FluidInfer (scripts/papers/fluidinfer.py). The same quantities are measured. The latency bound is
+the longest time between two tokens of one reply. All requests are served to their end and counted.
 
     resident    the daemon's own scheduler, with all running turns on the device
     streamed    the same, but turns that do not fit on the device are streamed (core/streaming.py)
@@ -62,7 +61,7 @@ class ServingSetting:
 
     @property
     def unloaded_seconds(self) -> float:
-        """Return the normalized latency of a lone average request."""
+        """Return the seconds from arrival to end of a lone average request, for each token of its reply."""
         prompt = self.cost.iteration_seconds([(0, PROMPT_TOKENS)])
         decode = self.cost.decode_seconds(1, MEAN_CONTEXT)
         return prompt / OUTPUT_TOKENS + decode
@@ -145,14 +144,12 @@ def _schedule(system: str, setting: ServingSetting) -> Schedule:
 
 
 class Figures(NamedTuple):
-    normalized: float  # ms per token
     bound: float  # ms, the longest time between two tokens of a reply
     tokens_per_second: float
 
 
 def figures_of(counts: SimulationFigures) -> Figures:
     return Figures(
-        1000 * counts.latencies.total / counts.latencies.count,
         1000 * (counts.gaps.quantile(1.0) or 0.0),
         counts.delivered_tokens / counts.seconds,
     )

@@ -19,30 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError, PensieveError
+from scripts.measurements.machine_options import Progress
 from scripts.papers import batchllm, batchmaker, baton, fluidinfer, pensieve, sarathi
-from scripts.papers.rows import (
-    NO_CLAIM,
-    NOT_REPRODUCED,
-    QUICK,
-    REPRODUCED,
-    SAME_SHAPE,
-    Extent,
-    Figure,
-    Row,
-)
+from scripts.papers.claims import NO_VERDICT, VERDICTS
+from scripts.papers.rows import QUICK, Extent, Figure, Row
 
 # The registry. Each figure is a function of its extent that yields rows; a paper is a dict of such functions.
-FIGURES: dict[str, Figure] = {
-    **pensieve.FIGURES,
-    **sarathi.FIGURES,
-    **baton.FIGURES,
-    **fluidinfer.FIGURES,
-    **batchllm.FIGURES,
-    **batchmaker.FIGURES,
+PAPERS = {
+    "Pensieve": pensieve.FIGURES,
+    "Sarathi-Serve": sarathi.FIGURES,
+    "Baton": baton.FIGURES,
+    "FluidInfer": fluidinfer.FIGURES,
+    "BatchLLM": batchllm.FIGURES,
+    "BatchMaker": batchmaker.FIGURES,
+}
+FIGURES: dict[str, tuple[str, Figure]] = {
+    name: (paper, figure) for paper, figures in PAPERS.items() for name, figure in figures.items()
 }
 # These take longest, so they begin first: then no core is idle at the end.
 LONGEST = ("sarathi-10", "sarathi-9", "fluidinfer-opt-125m", "fluidinfer", "pensieve-3.12b")
-VERDICTS = (REPRODUCED, SAME_SHAPE, NOT_REPRODUCED, NO_CLAIM)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,27 +80,24 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--seeds must be 1 or more")
         extent = replace(extent, seeds=arguments.seeds)
     names = list(FIGURES) if "all" in arguments.figure else list(dict.fromkeys(arguments.figure))
-    began = time.monotonic()
     found: dict[str, list[Row]] = {}
+    rows: list[Row] = []
+    progress = Progress()
     with ProcessPoolExecutor(arguments.jobs) as pool:
         tasks = {pool.submit(rows_of, name, extent): name for name in sorted(names, key=_place)}
         for task in as_completed(tasks):
             name = tasks[task]
             found[name], seconds = task.result()
-            took = f"{time.monotonic() - began:5.0f} s  {name}: {len(found[name])} rows in {seconds:.0f} s"
-            print(took, file=sys.stderr, flush=True)
+            progress(f"{name}: {len(found[name])} rows in {seconds:.0f} s")
+            rows = [row for each in names for row in found.get(each, ())]
             if arguments.json is not None:
-                _write(arguments.json, _in_order(names, found))
-    print("\n".join(table(_in_order(names, found))))
+                _write(arguments.json, rows)
+    print("\n".join(table(rows)))
     return 0
 
 
 def _place(name: str) -> int:
     return next((i for i, each in enumerate(LONGEST) if name.startswith(each)), len(LONGEST))
-
-
-def _in_order(names: list[str], found: dict[str, list[Row]]) -> list[Row]:
-    return [row for name in names if name in found for row in found[name]]
 
 
 def _write(path: Path, rows: list[Row]) -> None:
@@ -119,8 +111,9 @@ def _write(path: Path, rows: list[Row]) -> None:
 
 def rows_of(name: str, extent: Extent) -> tuple[list[Row], float]:
     """Return a figure's rows and the seconds that they took."""
-    began = time.monotonic()
-    return list(FIGURES[name](extent)), time.monotonic() - began
+    began, (paper, figure) = time.monotonic(), FIGURES[name]
+    rows = [replace(row, figure=f"{paper}, {row.figure}") for row in figure(extent)]
+    return rows, time.monotonic() - began
 
 
 def table(rows: list[Row]) -> Iterable[str]:
@@ -128,12 +121,12 @@ def table(rows: list[Row]) -> Iterable[str]:
     yield "| figure | what | paper | ours | verdict | reason |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
-        cells = (row.figure, row.name, row.paper_shown, row.ours_shown, row.verdict, row.reason)
+        cells = (row.figure, row.name, row.paper.shown, row.ours_shown, row.verdict, row.reason)
         yield f"| {' | '.join(cells)} |"
     counts = Counter(row.verdict for row in rows)
     yield ""
     yield f"{len(rows)} rows: " + ", ".join(
-        f"{counts[each]} {'without a claim of the paper' if each == NO_CLAIM else each}"
+        f"{counts[each]} {'without a claim of the paper' if each == NO_VERDICT else each}"
         for each in VERDICTS
     )
 
@@ -142,9 +135,9 @@ def values_of(row: Row) -> dict[str, Any]:
     return {
         "figure": row.figure,
         "name": row.name,
-        "paper": None if row.paper is None else row.paper_shown,
+        "paper": None if row.paper.is_empty else row.paper.shown,
         "ours": row.ours_shown,
-        "by_seed": list(row.ours.values),
+        "by_seed": row.ours,
         "verdict": row.verdict,
         "reason": row.reason,
     }

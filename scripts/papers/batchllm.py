@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from operator import sub
+from typing import NamedTuple
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.prefix_groups import prefix_groups
@@ -44,7 +46,8 @@ from scripts.measurements.batch_simulation import (
     shape_named,
 )
 from scripts.measurements.vllm_batch import DEFAULT_BUDGET, VllmBatch
-from scripts.papers.rows import Claim, Extent, Figure, Row, Spread, about, more, ratio
+from scripts.papers.claims import Claim, about, absolute, improvement, more, no_claim
+from scripts.papers.rows import Extent, Figure, Row, Spread, largest, ratio
 from scripts.papers.sarathi import KERNELS
 
 A100 = HARDWARE["a100-80gb"]
@@ -103,14 +106,13 @@ class Vllm:
     budget: int = TOKEN_BUDGET
 
     def __call__(self, machine: Machine, shape: BatchShape, seed: int) -> BatchFigures:
-        budget = self.budget if self.chunked else CONTEXT_MAX
-        batch = drawn_batch(shape, seed)
-        return VllmBatch(
-            *(machine.cost, machine.device_tokens, batch),
+        batch = VllmBatch(
+            *(machine.cost, machine.device_tokens, drawn_batch(shape, seed)),
             chunked=self.chunked,
             caches=self.caches,
-            budget=budget,
-        ).finish()
+            budget=self.budget if self.chunked else CONTEXT_MAX,
+        )
+        return batch.finish()
 
 
 BATCHLLM = OurEngine()
@@ -153,10 +155,6 @@ PANELS = (
 )
 
 
-def _row(where: str, *rest: Any, **named: Any) -> Row:
-    return Row(f"BatchLLM, {where}", *rest, **named)
-
-
 def _runs(
     system: System, machine: Machine, shape: BatchShape, extent: Extent
 ) -> list[BatchFigures]:
@@ -165,116 +163,84 @@ def _runs(
 
 
 def _times(slow: Sequence[BatchFigures], fast: Sequence[BatchFigures]) -> Spread:
-    return ratio((each.seconds for each in slow), (each.seconds for each in fast))
+    return ratio(*([each.seconds for each in runs] for runs in (slow, fast)))
+
+
+def _saved(runs: Sequence[BatchFigures]) -> Spread:
+    return Spread(100 * each.saving for each in runs)
 
 
 def table_1(case: Case, extent: Extent) -> Iterator[Row]:
     """Requests per second, and the saved tokens."""
+    row = partial(Row, "table 1")
     whole = replace(extent, batch_share=1.0)  # what a cache finds depends on the number of requests
-    shape, (saved, saved_by_lru) = SHAPES[case.shape], case.savings
+    shape = SHAPES[case.shape]
     found = {name: _runs(system, case.machine, shape, whole) for name, system in SYSTEMS.items()}
     theirs = dict(zip(SYSTEMS, case.rates, strict=False))
     for name, runs in found.items():
-        paper = theirs.get(name)
-        yield _row(
-            "table 1",
-            f"{case.name}: {name}",
-            None if paper is None else about(paper, neutral=None),
-            Spread(tuple(each.requests / each.seconds for each in runs)),
-            "data sheet x 0.6; replies of 100 tokens, chosen for the rate of vLLM + c in case 1",
-            "{:.2f}/s",
+        claim = absolute(theirs[name], "{:.2f}/s") if name in theirs else no_claim("{:.2f}/s")
+        rates = Spread(each.requests / each.seconds for each in runs)
+        yield row(f"{case.name}: {name}", claim, rates).because(
+            "data sheet x 0.6; replies of 100 tokens, chosen for the rate of vLLM + c in case 1"
         )
-    best, cached = found["BatchLLM"], found["vLLM + p + c"]
+    best = found["BatchLLM"]
     for name in ("vLLM + c", "vLLM + p + c"):
-        yield _row(
-            "table 1",
-            f"{case.name}: BatchLLM over {name}",
-            about(theirs["BatchLLM"] / theirs[name]),
-            _times(found[name], best),
+        claim = about(theirs["BatchLLM"] / theirs[name])
+        yield row(f"{case.name}: BatchLLM over {name}", claim, _times(found[name], best)).because(
             f"{_saved(best).shown('{:.0f} %')} of the prompt tokens saved, "
-            f"{_saved(found[name]).shown('{:.0f} %')} with {name}; all kernels are equally fast here",
+            f"{_saved(found[name]).shown('{:.0f} %')} with {name}; all kernels are equally fast here"
         )
-    for name, runs, paper in (("BatchLLM", best, saved), ("vLLM + p + c", cached, saved_by_lru)):
-        yield _row(
-            "section 6.3.1" if case is CASES[0] else "section 6.2.3",
-            f"{case.name}: prompt tokens saved by {name}",
-            None if paper is None else about(paper, neutral=0.0),
-            _saved(runs),
-            "group sizes, and distances of their requests in the file, were chosen to match case 1",
-            "{:.1f} %",
+    section = "section 6.3.1" if case is CASES[0] else "section 6.2.3"
+    for name, paper in zip(("BatchLLM", "vLLM + p + c"), case.savings, strict=True):
+        claim = no_claim("{:.1f} %") if paper is None else improvement(paper)
+        what = f"{case.name}: prompt tokens saved by {name}"
+        yield Row(section, what, claim, _saved(found[name])).because(
+            "group sizes, and distances of their requests in the file, were chosen to match case 1"
         )
-
-
-def _saved(runs: Sequence[BatchFigures]) -> Spread:
-    return Spread(tuple(100 * each.saving for each in runs))
 
 
 def panel(machine: Machine, extent: Extent) -> Iterator[Row]:
     """Figure 5: BatchLLM's throughput over both baselines, by lengths and share degree."""
-    name, paper = (
-        f"{machine.model} on {machine.hardware.name}",
-        1.5 if machine.hardware is A100 else 2.0,
-    )
-    for other, system, claim in (
-        ("vLLM + p + c", BEST_VLLM, about(paper)),
-        ("our engine with LRU", LRU, None),
-    ):
+    row, name = partial(Row, "figure 5"), f"{machine.model} on {machine.hardware.name}"
+    paper = about(1.5 if machine.hardware is A100 else 2.0)
+    for other, system in (("vLLM + p + c", BEST_VLLM), ("our engine with LRU", LRU)):
         gains: dict[tuple[str, int], Spread] = {}
-        for lengths in LENGTHS:
-            for degree in DEGREES:
-                shape = shape_named(f"{lengths}x{degree}")
-                runs = (_runs(each, machine, shape, extent) for each in (system, BATCHLLM))
-                gains[lengths, degree] = _times(*runs)
+        for lengths, degree in product(LENGTHS, DEGREES):
+            shape = shape_named(f"{lengths}x{degree}")
+            runs = (_runs(each, machine, shape, extent) for each in (system, BATCHLLM))
+            gains[lengths, degree] = _times(*runs)
         shown = ", ".join(
             f"{lengths} x {degree}: {gain.median:.2f}" for (lengths, degree), gain in gains.items()
         )
-        best = Spread(tuple(map(max, zip(*(gain.values for gain in gains.values()), strict=True))))
-        reason = (
+        what = f"{name}: BatchLLM over {other}, largest ratio of the panel"
+        claim = paper if system is BEST_VLLM else no_claim()
+        yield row(what, claim, largest(gains.values())).because(
             f"the paper's number is the largest of its panels; {shown}; kernels are equally fast"
         )
-        yield _row(
-            "figure 5",
-            f"{name}: BatchLLM over {other}, largest ratio of the panel",
-            claim,
-            best,
-            reason,
-        )
-        if claim is not None:
-            yield _row(
-                "figure 5",
-                f"{name}: gain with 2,000 shared tokens over gain with 200",
-                more(),
-                ratio(*(gains[each, DEGREES[-1]].values for each in (LENGTHS[0], LENGTHS[-1]))),
-                "a longer prefix saves more",
-            )
+        if system is BEST_VLLM:
+            what = f"{name}: gain with 2,000 shared tokens over gain with 200"
+            rise = ratio(*(gains[each, DEGREES[-1]] for each in (LENGTHS[0], LENGTHS[-1])))
+            yield row(what, more(), rise, "a longer prefix saves more")
 
 
 def valleys(extent: Extent) -> Iterator[Row]:
     """Figures 2 and 6, without shared prefixes."""
     by_memory = replace(UNSHARED, turns_max=TURNS_BY_MEMORY, reorders=True)
-    for output_tokens in (100, 300):
-        shape = replace(
-            SHAPES["ranking"], output_tokens=output_tokens, output_tokens_max=2 * output_tokens
-        )
+    for tokens in (100, 300):
+        shape = replace(SHAPES["ranking"], output_tokens=tokens, output_tokens_max=2 * tokens)
         before, after = (
-            Spread(
-                tuple(100 * each.valleys for each in _runs(system, CASES[1].machine, shape, extent))
-            )
+            Spread(100 * each.valleys for each in _runs(system, CASES[1].machine, shape, extent))
             for system in (VLLMS["vLLM + c"], by_memory)
         )
-        yield _row(
+        why = "so short replies keep fewer than 256 requests running, which fill an iteration"
+        if before.median > 1:
+            why = "256 requests that generate leave no room for prompts"
+        yield Row(
             "figures 2 and 6",
-            f"replies of {output_tokens} tokens: percentage points fewer iterations below half of the "
-            "token budget",
-            more(1.0),
-            Spread(tuple(old - new for old, new in zip(before.values, after.values, strict=True))),
-            f"{before.shown('{:.0f} %')} with vLLM + c, then {after.shown('{:.0f} %')}; "
-            + (
-                "256 requests that generate leave no room for prompts"
-                if before.median > 1
-                else "so short replies keep fewer than 256 requests running, which fill an iteration"
-            ),
-            form="{:+.0f} points",
+            f"replies of {tokens} tokens: percentage points fewer iterations below half of the token budget",
+            more(1.0, "{:+.0f} points"),
+            Spread(map(sub, before, after)),
+            f"{before.shown('{:.0f} %')} with vLLM + c, then {after.shown('{:.0f} %')}; {why}",
         )
 
 
@@ -296,41 +262,27 @@ def ablation(extent: Extent) -> Iterator[Row]:
         ):
             runs = _runs(engine, low_rows, shape, extent)
             best.append(_times(plain, runs))
-            steps = " to ".join(f"{_median_steps(each):,.0f}" for each in (plain, runs))
+            medians = (Spread(each.iterations for each in some).median for some in (plain, runs))
+            steps = " to ".join(f"{each:,.0f}" for each in medians)
             reason = (
                 f"{steps} iterations, but two of 1,024 tokens take only {twice:.2f} x one of 2,048"
             )
-            yield _row("figure 7a", f"{sharing}: throughput with {name}", more(), best[-1], reason)
-        for what, paper, key in (
+            yield Row("figure 7a", f"{sharing}: throughput with {name}", more(), best[-1], reason)
+        for name, paper, key in (
             ("iterations", 1350 / 1600, "busy_iterations"),
             ("time", 0.85, "busy_seconds"),
         ):
-            yield _row(
-                "figure 7b",
-                f"{sharing}: {what} with both, until the batch begins to run empty",
-                about(paper),
-                ratio(*([getattr(each, key) for each in some] for some in (runs, plain))),
-                reason,
-            )
-        evenly = (_runs(each, CASES[0].machine, shape, extent) for each in (base, both))
-        yield _row(
-            "figure 7a",
-            f"{sharing}: throughput with both, if kernels were as efficient on few rows as on many",
-            None,
-            _times(*evenly),
-            "without tiles and unhidden share, as in table 1",
+            name = f"{sharing}: {name} with both, until the batch begins to run empty"
+            ours = ratio(*([getattr(each, key) for each in some] for some in (runs, plain)))
+            yield Row("figure 7b", name, about(paper), ours, reason)
+        evenly = _times(*(_runs(each, CASES[0].machine, shape, extent) for each in (base, both)))
+        name = "throughput with both, if kernels were as efficient on few rows as on many"
+        yield Row("figure 7a", f"{sharing}: {name}", no_claim(), evenly).because(
+            "without tiles and unhidden share, as in table 1"
         )
-    yield _row(
-        "figure 7a",
-        "the largest of the gains",
-        about(1.09),
-        Spread(tuple(map(max, zip(*(each.values for each in best), strict=True)))),
-        "tiles of 128 tokens and the unhidden share are those that fit the rows of Sarathi-Serve",
+    yield Row("figure 7a", "the largest of the gains", about(1.09), largest(best)).because(
+        "tiles of 128 tokens and the unhidden share are those that fit the rows of Sarathi-Serve"
     )
-
-
-def _median_steps(runs: Sequence[BatchFigures]) -> float:
-    return Spread(tuple(each.iterations for each in runs)).median
 
 
 def identification(extent: Extent) -> Iterator[Row]:
@@ -340,13 +292,10 @@ def identification(extent: Extent) -> Iterator[Row]:
         began = time.process_time()
         prefix_groups(prompts)
         took.append(time.process_time() - began)
-    yield _row(
-        "section 6.3.4",
-        f"time to find the prefixes of {len(prompts):,} requests",
-        Claim(0.0, 0.28, None),
-        Spread((min(took),)),
-        "CPU time on this machine; the batch itself takes minutes",
-        "{:.2f} s",
+    name = f"time to find the prefixes of {len(prompts):,} requests"
+    claim = Claim(0.0, 0.28, None, "{:.2f} s")
+    yield Row("section 6.3.4", name, claim, Spread([min(took)])).because(
+        "CPU time on this machine; the batch itself takes minutes"
     )
 
 

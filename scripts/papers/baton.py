@@ -24,15 +24,17 @@ from __future__ import annotations
 import random
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pensieve.sim.cost import CostModel, HardwarePreset, ModelPreset, device_tokens_of
 from pensieve.sim.trace import Arrival
 from scripts.measurements.replica import Replica, Window
-from scripts.papers.rows import Extent, Figure, Row, Spread, about, less, more, ratio
+from scripts.papers.claims import Claim, about, absolute, less, more, no_claim
+from scripts.papers.rows import Extent, Figure, Row, Spread, ratio
 
 MODEL = ModelPreset("llama2-7b", 6.74e9, 32, 32, 32, 128)
 STEP_SECONDS = 0.03
@@ -178,12 +180,8 @@ def ours(cost: CostModel, tokens: int, queries: Sequence[Query], num_turns: int)
     return counts.seconds
 
 
-def _row(where: str, *rest: Any, **named: Any) -> Row:
-    return Row(f"Baton, {where}", *rest, **named)
-
-
 def _runs(
-    hardware: HardwarePreset, batch: int, drawn: Sequence[Sequence[Query]], names: Sequence[str]
+    hardware: HardwarePreset, batch: int, drawn: Sequence[Sequence[Query]], names: Iterable[str]
 ) -> dict[str, list[list[Moment]]]:
     """Return the moments of each system and seed."""
     cost = CostModel.of(MODEL, replace(hardware, overhead_seconds=STEP_SECONDS))
@@ -193,73 +191,49 @@ def _runs(
     }
 
 
+def _seconds(runs: dict[str, list[list[Moment]]]) -> dict[str, Spread]:
+    return {name: Spread(each[-1].at for each in found) for name, found in runs.items()}
+
+
 def table_1(extent: Extent) -> Iterator[Row]:
+    row, tokens = partial(Row, "table 1"), device_tokens_of(MODEL, A6000)
+    cost = replace(CostModel.of(MODEL, A6000), overhead_seconds=STEP_SECONDS)
     for batch, published in TABLE_1.items():
         drawn = [first_set(seed, 2 if batch == 4 else 1) for seed in range(extent.seeds)]
-        runs = _runs(A6000, batch, drawn, list(SYSTEMS))
-        seconds = {name: [each[-1].at for each in found] for name, found in runs.items()}
+        runs = _runs(A6000, batch, drawn, SYSTEMS)
+        seconds = _seconds(runs)
         papers = dict(zip(SYSTEMS, published, strict=True))
         for name, paper in papers.items():
-            yield _row(
-                "table 1",
-                f"batches of {batch}: time of {name}",
-                about(paper, neutral=None),
-                Spread(tuple(seconds[name])),
-                REASONS[name],
-                "{:,.0f} s",
-            )
+            what, claim = f"batches of {batch}: time of {name}", absolute(paper, "{:,.0f} s")
+            yield row(what, claim, seconds[name], REASONS[name])
         for name in ("PD", "Baton", "Baton-PD"):
-            yield _row(
-                "table 1",
-                f"batches of {batch}: speed of {name} over Benchmark",
-                about(papers["Benchmark"] / papers[name]),
-                ratio(seconds["Benchmark"], seconds[name]),
-                f"{REASONS[name]}; largest KV {_kv_gigabytes(runs[name][0]):.0f} GB",
+            claim = about(papers["Benchmark"] / papers[name])
+            speed = ratio(seconds["Benchmark"], seconds[name])
+            gigabytes = _kv_max(runs[name][0]) * MODEL.kv_bytes_per_token / 1e9
+            yield row(f"batches of {batch}: speed of {name} over Benchmark", claim, speed).because(
+                f"{REASONS[name]}; largest KV {gigabytes:.0f} GB"
             )
-        tokens = device_tokens_of(MODEL, A6000)
-        cost = CostModel.of(MODEL, A6000)
-        yield _row(
-            "table 1",
-            f"batches of {batch}: speed of our scheduler over Benchmark, with the same overhead per step",
-            None,
-            ratio(
-                seconds["Benchmark"],
-                [
-                    ours(replace(cost, overhead_seconds=STEP_SECONDS), tokens, queries, batch)
-                    for queries in drawn
-                ],
-            ),
-            "no padding, and prompts in pieces beside the replies",
+        speed = ratio(seconds["Benchmark"], [ours(cost, tokens, each, batch) for each in drawn])
+        what = "speed of our scheduler over Benchmark, with the same overhead per step"
+        yield row(f"batches of {batch}: {what}", no_claim(), speed).because(
+            "no padding, and prompts in pieces beside the replies"
         )
-
-
-def _kv_gigabytes(moments: Sequence[Moment]) -> float:
-    return max(each.kv_tokens for each in moments) * MODEL.kv_bytes_per_token / 1e9
 
 
 def table_2(extent: Extent) -> Iterator[Row]:
-    drawn = [
-        second_set(seed) for seed in range(10 * extent.seeds)
-    ]  # 30 queries differ much by seed
-    for batch, published in TABLE_2.items():
+    row = partial(Row, "table 2")
+    drawn = [second_set(seed) for seed in range(10 * extent.seeds)]  # they differ much by seed
+    for batch, (benchmark, baton) in TABLE_2.items():
         runs = _runs(RTX_4090, batch, drawn, ("Benchmark", "Baton-PD"))
-        seconds = {name: [each[-1].at for each in found] for name, found in runs.items()}
-        base = statistics.median(seconds["Benchmark"])
-        fits = "this time sets the overhead of a step" if batch == 2 else "Benchmark's own time"
-        yield _row(
-            "table 2",
-            f"batches of {batch}: time of Benchmark",
-            None if batch == 2 else about(published[0], neutral=None),
-            Spread(tuple(seconds["Benchmark"])),
-            fits,
-            "{:.0f} s",
-        )
-        yield _row(
-            "table 2",
-            f"batches of {batch}: speed of Baton over Benchmark",
-            about(published[0] / published[1]),
-            ratio(seconds["Benchmark"], seconds["Baton-PD"]),
-            f"Benchmark waits for the longest reply of each batch; its median is {base:.0f} s",
+        seconds = _seconds(runs)
+        claim, reason = absolute(benchmark, "{:.0f} s"), "Benchmark's own time"
+        if batch == 2:
+            claim, reason = no_claim("{:.0f} s"), "this time sets the overhead of a step"
+        yield row(f"batches of {batch}: time of Benchmark", claim, seconds["Benchmark"], reason)
+        claim, speed = about(benchmark / baton), ratio(*seconds.values())
+        yield row(f"batches of {batch}: speed of Baton over Benchmark", claim, speed).because(
+            "Benchmark waits for the longest reply of each batch; its median is "
+            f"{seconds['Benchmark'].median:.0f} s"
         )
         yield from _over_time(batch, runs)
 
@@ -267,42 +241,28 @@ def table_2(extent: Extent) -> Iterator[Row]:
 def _over_time(batch: int, runs: dict[str, list[list[Moment]]]) -> Iterator[Row]:
     """Figures 6 to 8: ended queries, tokens and KV over time."""
 
-    def values_of(name: str, figure: Any) -> list[float]:
-        return [figure(moments) for moments in runs[name]]
+    def row(number: int, what: str, claim: Claim, value: Callable[[list[Moment]], float]) -> Row:
+        medians = ([Spread(map(value, runs[name])).median] for name in ("Baton-PD", "Benchmark"))
+        name = f"batches of {batch}: {what}, Baton over Benchmark"
+        return Row(f"figure {number}", name, claim, ratio(*medians))
 
-    def compared(figure: Any) -> Spread:
-        medians = (statistics.median(values_of(name, figure)) for name in ("Baton-PD", "Benchmark"))
-        return ratio(*([each] for each in medians))
-
-    yield _row(
-        "figure 6",
-        f"batches of {batch}: longest time without an ended query, Baton over Benchmark",
-        less(),
-        compared(lambda moments: _longest_pause(moments)),
-        "with Benchmark, the longest replies of a batch end last and hold up the next batch",
+    yield row(6, "longest time without an ended query", less(), _longest_pause).because(
+        "with Benchmark, the longest replies of a batch end last and hold up the next batch"
     )
-    yield _row(
-        "figure 7",
-        f"batches of {batch}: variation of the tokens per second, Baton over Benchmark",
-        less(),
-        compared(lambda moments: _variation(moments)),
+    yield row(7, "variation of the tokens per second", less(), _variation).because(
         "with Benchmark, the rate falls in each batch as replies end; the end of the run, without queries to "
-        "refill slots, is left out",
+        "refill slots, is left out"
     )
-    yield _row(
-        "figure 8",
-        f"batches of {batch}: largest KV, Baton over Benchmark",
-        about(1.0),
-        compared(lambda moments: max(each.kv_tokens for each in moments)),
-        "both have as many slots, and padding keeps a slot as wide as the widest",
+    yield row(8, "largest KV", about(1.0), _kv_max).because(
+        "both have as many slots, and padding keeps a slot as wide as the widest"
     )
-    yield _row(
-        "figure 8",
-        f"batches of {batch}: mean share of the largest KV, Baton over Benchmark",
-        more(),
-        compared(lambda moments: _filled(moments)),
-        "Benchmark frees all KV after each batch: a sawtooth",
+    yield row(8, "mean share of the largest KV", more(), _filled).because(
+        "Benchmark frees all KV after each batch: a sawtooth"
     )
+
+
+def _kv_max(moments: Sequence[Moment]) -> int:
+    return max(each.kv_tokens for each in moments)
 
 
 def _body(moments: Sequence[Moment]) -> list[Moment]:
@@ -326,7 +286,7 @@ def _variation(moments: Sequence[Moment]) -> float:
 def _filled(moments: Sequence[Moment]) -> float:
     body = _body(moments)
     weighted = sum(b.kv_tokens * (b.at - a.at) for a, b in pairwise(body))
-    return weighted / (body[-1].at * max(each.kv_tokens for each in moments))
+    return weighted / (body[-1].at * _kv_max(moments))
 
 
 FIGURES: dict[str, Figure] = {"baton-table-1": table_1, "baton-table-2-and-6-to-8": table_2}

@@ -12,7 +12,6 @@ of the data sheets are a few dozen times slower.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,8 @@ from scripts.measurements.servers import (
     simulated_figures,
     streamed_run,
 )
-from scripts.papers.rows import Extent, Figure, Row, Spread, about, more, ratio
+from scripts.papers.claims import about, more, no_claim
+from scripts.papers.rows import Extent, Figure, Row, Spread, ratio
 
 OPTS = ("opt-125m", "opt-1.3b", "opt-6.7b")
 MACHINES = {
@@ -51,7 +51,6 @@ def panel(model: str, machine: str, extent: Extent) -> Iterator[Row]:
     name = f"{model}, {machine}"
     # Enough requests to fill the device several times: otherwise memory would not matter.
     num_requests = max(int(extent.panel_fills * setting.turns_held), REQUESTS_MIN)
-
     copies: list[bool] = []
 
     def runs(rate: float, num_seeds: int, *others: str) -> dict[str, list[Figures]]:
@@ -68,48 +67,39 @@ def panel(model: str, machine: str, extent: Extent) -> Iterator[Row]:
                 found[each].append(figures_of(simulated_figures(each, setting, load())))
         return found
 
-    speeds = {
-        system: [each.tokens_per_second for each in some]
-        for system, some in runs(AT_ONCE, extent.seeds, *OTHERS).items()
-    }
-    shown = ", ".join(f"{key} {statistics.median(each):,.0f}" for key, each in speeds.items())
+    at_once = runs(AT_ONCE, extent.seeds, *OTHERS)
+    speeds = {key: Spread(each.tokens_per_second for each in some) for key, some in at_once.items()}
+    shown = ", ".join(f"{key} {each.median:,.0f}" for key, each in speeds.items())
     enough = setting.cost.dense_seconds_min / setting.cost.dense_seconds_per_token
     reason = (
         f"tokens/s: {shown}; the device holds {setting.turns_held:,} of {num_requests:,} requests, and from "
         f"{enough:,.0f} tokens per iteration on, arithmetic is the limit"
         + ("" if any(copies) else "; no turn was streamed, and no KV was copied")
     )
-    # About Orca and FastServe, the paper says only that the gain is larger than over vLLM.
-    pairs = ((FAST_LINK, "vllm"), (STREAMED, "vllm"), (FAST_LINK, "orca"), (FAST_LINK, "fastserve"))
-    for system, other in pairs:
-        yield Row(
-            "FluidInfer, figure 11",
-            f"{name}: throughput, {system} over {OTHERS[other]}",
-            about(2.0, 4.0) if other == "vllm" else more(2.0),
-            ratio(speeds[system], speeds[other]),
-            reason
-            if other == "vllm"
-            else f"{reason}; {OTHERS[other]} reserves KV for the longest context",
-        )
-    bounds = {
-        system: [each.bound for each in some]
-        for system, some in runs(setting.rate_held, extent.bound_seeds, "vllm").items()
-    }
-    yield Row(
-        "FluidInfer, figure 12",
-        f"{name}: latency bound, vLLM over {FAST_LINK}",
-        about(3.0),
-        ratio(bounds["vllm"], bounds[FAST_LINK]),
-        "a single late token decides each bound, so the ratio differs much between loads",
+    for system, other in (
+        (FAST_LINK, "vllm"),
+        (STREAMED, "vllm"),
+        (FAST_LINK, "orca"),
+        (FAST_LINK, "fastserve"),
+    ):
+        what = f"{name}: throughput, {system} over {OTHERS[other]}"
+        gain = ratio(speeds[system], speeds[other])
+        if other == "vllm":
+            yield Row("figure 11", what, about(2.0, 4.0), gain, reason)
+        else:  # the paper says only that the gain is larger than over vLLM
+            yield Row("figure 11", what, more(2.0), gain).because(
+                f"{reason}; {OTHERS[other]} reserves KV for the longest context"
+            )
+    loaded = runs(setting.rate_held, extent.bound_seeds, "vllm")
+    bounds = {key: Spread(each.bound for each in some) for key, some in loaded.items()}
+    what = f"{name}: latency bound, vLLM over {FAST_LINK}"
+    yield Row("figure 12", what, about(3.0), ratio(bounds["vllm"], bounds[FAST_LINK])).because(
+        "a single late token decides each bound, so the ratio differs much between loads"
     )
     for system, found in bounds.items():
-        yield Row(
-            "FluidInfer, figure 12",
-            f"{name}: latency bound, {OTHERS.get(system, system)}",
-            None,
-            Spread(tuple(found)),
-            f"the longest gap between two tokens of a reply, in each of {extent.bound_seeds} loads",
-            "{:,.0f} ms",
+        what = f"{name}: latency bound, {OTHERS.get(system, system)}"
+        yield Row("figure 12", what, no_claim("{:,.0f} ms"), found).because(
+            f"the longest gap between two tokens of a reply, in each of {extent.bound_seeds} loads"
         )
 
 

@@ -22,7 +22,7 @@ So an iteration waits only for iterations of the other engines. Communication be
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, tee
 
 from pensieve.bench.capacity_search import Row
@@ -69,33 +69,21 @@ class StagedExecutor(ModelledExecutor):
         return self._stages.pass_through(now, seconds) - now if seconds else 0.0
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """Engines over the same stages. `engine` describes each engine; its cost is the cost of one stage.
+def run_pipeline(
+    engine: Replica, num_stages: int, arrivals: Iterable[Arrival], window: Window
+) -> Row:
+    """Return the figures of all engines together. `engine` describes each; its cost is that of one stage.
 
     If an engine handles the stages itself, there is only one engine.
     """
-
-    engine: Replica
-    num_stages: int
-
-    @property
-    def num_engines(self) -> int:
-        return self.num_stages // self.engine.stages
-
-
-def run_pipeline(pipeline: Pipeline, arrivals: Iterable[Arrival], window: Window) -> Row:
-    """Return the figures of all engines together."""
-    number, stages = pipeline.num_engines, Stages(pipeline.num_stages)
+    number, stages = num_stages // engine.stages, Stages(num_stages)
     admitted = Admitted(window.counted_from)
     simulators: list[Simulator] = []
     for index, part in enumerate(tee(arrivals, number)):
-        simulator = pipeline.engine.simulator(window)
-        engine = pipeline.engine
-        executor = StagedExecutor(
+        simulator = engine.simulator(window)
+        simulator.executor = simulator.engine.executor = StagedExecutor(
             stages, engine.cost, simulator.clock, engine.phases, engine.stages
         )
-        simulator.executor = simulator.engine.executor = executor
         simulator.engine.observe(admitted)
         if simulators:
             simulator.counts = simulators[0].counts

@@ -43,8 +43,9 @@ from pensieve.sim.cost import (
 )
 from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from scripts.measurements.replica import Replica, Window
-from scripts.papers.pipeline import Pipeline, run_pipeline, stage_of
-from scripts.papers.rows import Claim, Extent, Figure, Row, Spread, about, less, more, ratio
+from scripts.papers.claims import about, absolute, less, more, no_claim
+from scripts.papers.pipeline import run_pipeline, stage_of
+from scripts.papers.rows import Extent, Figure, Row, Spread, largest, ratio
 
 STRICT, RELAXED = "strict", "relaxed"
 TIMES = {STRICT: 5.0, RELAXED: 25.0}  # objective / iteration of BATCH turns with CONTEXT tokens
@@ -53,9 +54,8 @@ GRID_STEPS = 8  # grid steps per doubling of the rate
 RATE_LEAST = 0.02
 SARATHI, OURS, VLLM, ORCA = "Sarathi", "ours", "vLLM", "Orca"
 WORKLOADS = {"requests": "openchat_sharegpt4", "documents": "arxiv_summarization"}
-ACTIVATIONS = (
-    12  # numbers per token and hidden unit that a layer holds at once: residual, QKV and MLP
-)
+# Numbers per token and hidden unit that a layer holds at once: residual, QKV and MLP.
+ACTIVATIONS = 12
 WHOLE = 1 << 20  # tokens: prompts are not cut
 
 KERNELS: dict[str, Any] = {"tile_tokens": 128, "unhidden_share": 0.7, "collective_seconds": 20e-6}
@@ -80,8 +80,9 @@ class Machine:
     num_stages: int
     guess: float  # requests/s at which a search begins, a power of two
     objectives: tuple[float, float]  # of the paper's table 3, seconds
-    # Numbers of the paper's text, by data set, objective and compared system.
-    paper: dict[tuple[str, str, str], float]
+    # Numbers of the paper's text, by data set, objective and compared system; and the largest, over vLLM.
+    paper: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    paper_largest: float | None = None
     budgets: dict[str, int] = field(default_factory=lambda: {STRICT: 512, RELAXED: 2048})
 
     @property
@@ -108,7 +109,8 @@ class Machine:
         tokens = self.device_tokens / self.num_stages * model.kv_bytes_per_token / per_token
         return max(int(tokens) // context_max, 1)
 
-    def systems(self, workload: str, slo: str) -> dict[str, Pipeline]:
+    def systems(self, workload: str, slo: str) -> dict[str, Replica]:
+        """Return one engine of each system."""
         context_max, stages = WORKLOAD_PRESETS[workload].context_max, self.num_stages
         plain = Replica(self.cost, self.device_tokens // stages, 0, "value")
         sarathi = replace(
@@ -118,95 +120,76 @@ class Machine:
             token_budget=self.budgets[slo],
             first_come=True,
         )
-        found = {
+        return {
             SARATHI: sarathi,
             OURS: replace(sarathi, first_come=False),
             VLLM: replace(plain, token_budget=context_max, phases="separate"),
             ORCA: replace(plain, token_budget=WHOLE, turns_max=self.orca_turns(context_max)),
         }
-        return {name: Pipeline(replica, stages) for name, replica in found.items()}
 
 
 MISTRAL = Machine(
-    MODELS["mistral-7b"],
-    A100,
-    1,
-    2.0,
-    (0.1, 0.5),
-    {("requests", STRICT, ORCA): 3.2, ("", "", VLLM): 2.6},
+    *(MODELS["mistral-7b"], A100, 1, 2.0, (0.1, 0.5)),
+    paper={("requests", STRICT, ORCA): 3.2},
+    paper_largest=2.6,
 )
-YI = Machine(MODELS["yi-34b"], A100_PAIR, 1, 0.5, (0.2, 1.0), {("requests", RELAXED, VLLM): 2.7})
+YI = Machine(
+    *(MODELS["yi-34b"], A100_PAIR, 1, 0.5, (0.2, 1.0)), paper={("requests", RELAXED, VLLM): 2.7}
+)
 LLAMA = Machine(
-    *(MODELS["llama2-70b"], A40_FOUR, 2, 0.25, (1.0, 5.0), {}),
+    *(MODELS["llama2-70b"], A40_FOUR, 2, 0.25, (1.0, 5.0)),
     budgets={STRICT: 512, RELAXED: 1536},
 )
-BIG_FALCON = Machine(FALCON, A100_FOUR, 2, 0.25, (1.0, 5.0), {("", "", VLLM): 6.9})
+BIG_FALCON = Machine(FALCON, A100_FOUR, 2, 0.25, (1.0, 5.0), paper_largest=6.9)
 MACHINES = (MISTRAL, YI, LLAMA, BIG_FALCON)
-
-
-def _row(where: str, *rest: Any, **named: Any) -> Row:
-    return Row(f"Sarathi-Serve, {where}", *rest, **named)
 
 
 # -- figures 9 and 10 --
 
 
 def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
-    model = machine.model.name
-    best: list[tuple[float, ...]] = []
+    row, model, best = partial(Row, figure), machine.model.name, list[Spread]()
     for workload, data_set in WORKLOADS.items():
         guesses = dict.fromkeys((SARATHI, OURS, VLLM, ORCA), machine.guess)
         for objective, times in TIMES.items():
             limit = times * machine.decode_seconds
             rates = {}
-            for system, pipeline in machine.systems(workload, objective).items():
-                # A slow machine needs a longer window for as many requests.
-                seconds = max(extent.capacity_seconds, extent.capacity_requests / machine.guess)
-                window = Window(
-                    0.0, extent.capacity_warm_seconds, extent.capacity_warm_seconds + seconds
-                )
-                rates[system] = _rates(pipeline, workload, limit, guesses[system], extent, window)
+            for system, engine in machine.systems(workload, objective).items():
+                rates[system] = _rates(machine, engine, workload, limit, guesses[system], extent)
                 guesses[system] = max(rates[system][0], RATE_LEAST)
-            best.append(ratio(rates[SARATHI], rates[VLLM]).values)
-            shown = ", ".join(
-                f"{name} {Spread(tuple(each)).shown('{:.2f}')}" for name, each in rates.items()
-            )
-            budget = machine.budgets[objective]
-            reason = (
-                f"requests/s: {shown}; P99 between tokens within {limit:.2f} s; Sarathi has {budget:,} "
-                "tokens per iteration, vLLM and Orca have whole prompts"
-            )
+            best.append(ratio(rates[SARATHI], rates[VLLM]))
+            shown = ", ".join(f"{name} {each.shown('{:.2f}')}" for name, each in rates.items())
             for one, other in ((SARATHI, VLLM), (SARATHI, ORCA), (VLLM, ORCA), (OURS, SARATHI)):
                 number = machine.paper.get((workload, objective, other))
-                claim: Claim | None = more() if number is None else about(number)
-                yield _row(
-                    f"figure {figure}",
-                    f"{model}, {data_set}, {objective}: capacity, {one} over {other}",
-                    None if one == OURS else claim if one == SARATHI else more(),
-                    ratio(rates[one], rates[other]),
-                    reason,
+                claim = more() if number is None or one != SARATHI else about(number)
+                name = f"{model}, {data_set}, {objective}: capacity, {one} over {other}"
+                gain = ratio(rates[one], rates[other])
+                yield row(name, no_claim() if one == OURS else claim, gain).because(
+                    f"requests/s: {shown}; P99 between tokens within {limit:.2f} s; Sarathi has "
+                    f"{machine.budgets[objective]:,} tokens per iteration, vLLM and Orca have whole prompts"
                 )
-    if ("", "", VLLM) in machine.paper:
-        yield _row(
-            f"figure {figure}",
-            f"{model}: capacity, Sarathi over vLLM, largest ratio of the model",
-            about(machine.paper["", "", VLLM]),
-            Spread(tuple(map(max, zip(*best, strict=True)))),
-            "the paper's abstract has the largest gain; see the four rows",
+    if machine.paper_largest is not None:
+        name = f"{model}: capacity, Sarathi over vLLM, largest ratio of the model"
+        yield row(name, about(machine.paper_largest), largest(best)).because(
+            "the paper's abstract has the largest gain; see the four rows"
         )
 
 
 def _rates(
-    pipeline: Pipeline, workload: str, limit: float, guess: float, extent: Extent, window: Window
-) -> list[float]:
+    machine: Machine, engine: Replica, workload: str, limit: float, guess: float, extent: Extent
+) -> Spread:
     """Return the highest rate by seed; 0 if no rate is low enough."""
+    # A slow machine needs a longer window for as many requests.
+    seconds = max(extent.capacity_seconds, extent.capacity_requests / machine.guess)
+    warm = extent.capacity_warm_seconds
+    window = Window(0.0, warm, warm + seconds)
     found: list[float] = []
     for seed in range(extent.seeds):
 
         def trial(rate: float, seed: int = seed) -> dict[str, Any]:
             rate = 2.0 ** (round(GRID_STEPS * math.log2(rate)) / GRID_STEPS)
             arrivals = drawn(WORKLOAD_PRESETS[workload], rate, window.ends, seed)
-            return run_pipeline(pipeline, arrivals, window)
+            return run_pipeline(engine, machine.num_stages, arrivals, window)
 
         try:
             rate, _ = capacity(
@@ -220,7 +203,7 @@ def _rates(
         except Impossible:
             rate = 0.0
         found.append(rate)
-    return found
+    return Spread(found)
 
 
 # -- single iterations: table 3, section 4.3, figures 3, 5, 8 and 11; nothing random --
@@ -229,88 +212,61 @@ def _rates(
 def iterations(extent: Extent) -> Iterator[Row]:
     for machine in MACHINES:
         for objective, paper in zip(TIMES, machine.objectives, strict=True):
-            yield _row(
-                "table 3",
-                f"{machine.model.name}: {objective} objective",
-                about(paper, neutral=None),
-                Spread((TIMES[objective] * machine.decode_seconds,)),
+            seconds = TIMES[objective] * machine.decode_seconds
+            name = f"{machine.model.name}: {objective} objective"
+            yield Row("table 3", name, absolute(paper, "{:.2f} s"), Spread([seconds])).because(
                 "an iteration of 32 turns with 4,096 tokens, times 5 or 25, from data sheets x 0.6; the "
-                "paper has rounded its objectives",
-                "{:.2f} s",
+                "paper has rounded its objectives"
             )
-    cost = MISTRAL.cost
-
-    def seconds(*spans: tuple[int, int], of: CostModel = cost) -> float:
-        return of.iteration_seconds(spans)
-
-    def decodes(count: int, context: int = 1024) -> list[tuple[int, int]]:
-        return [(context, context + 1)] * count
-
-    yield _row(
-        "section 4.3",
-        "mistral-7b: time of 257 tokens of a prompt over 256",
-        about(1.32),
-        Spread((seconds((0, 257)) / seconds((0, 256)),)),
-        "one more token needs one more tile; our tile of 128 tokens and the unhidden share fit this number",
+    cost, time = MISTRAL.cost, MISTRAL.cost.iteration_seconds
+    tile = time([(0, 257)]) / time([(0, 256)])
+    name = "mistral-7b: time of 257 tokens of a prompt over 256"
+    yield Row("section 4.3", name, about(1.32), Spread([tile])).because(
+        "one more token needs one more tile; our tile of 128 tokens and the unhidden share fit this number"
     )
-    yield _row(
-        "figure 3",
-        "mistral-7b: decode throughput of 32 turns over one turn",
-        more(),
-        Spread((32 * seconds(*decodes(1)) / seconds(*decodes(32)),)),
-        "reading the weights dominates, so it grows almost as the batch",
+    decodes = 32 * time([(1024, 1025)]) / time([(1024, 1025)] * 32)
+    name = "mistral-7b: decode throughput of 32 turns over one turn"
+    yield Row("figure 3", name, more(), Spread([decodes])).because(
+        "reading the weights dominates, so it grows almost as the batch"
     )
-    yield _row(
-        "figure 3",
-        "mistral-7b: prompt throughput of 4 prompts of 1,024 tokens over one prompt",
-        about(1.0),
-        Spread((4 * seconds((0, 1024)) / seconds(*[(0, 1024)] * 4),)),
-        "one prompt already keeps the arithmetic busy",
+    prompts = 4 * time([(0, 1024)]) / time([(0, 1024)] * 4)
+    name = "mistral-7b: prompt throughput of 4 prompts of 1,024 tokens over one prompt"
+    yield Row("figure 3", name, about(1.0), Spread([prompts])).because(
+        "one prompt already keeps the arithmetic busy"
     )
-    yield _row(
-        "figure 5",
-        "mistral-7b: dense time of 128 prompt tokens over one decode",
-        about(1.0),
-        Spread((cost.dense_seconds(128) / cost.dense_seconds(1),)),
-        "up to about 150 tokens, reading the weights takes longer than computing",
+    dense = cost.dense_seconds(128) / cost.dense_seconds(1)
+    name = "mistral-7b: dense time of 128 prompt tokens over one decode"
+    yield Row("figure 5", name, about(1.0), Spread([dense])).because(
+        "up to about 150 tokens, reading the weights takes longer than computing"
     )
     full, cut, over = [], [], "32 decodes (contexts of 4,096)"
     for machine, budget in ((MISTRAL, 256), (LLAMA, 512)):
-        alone = seconds(*decodes(BATCH, CONTEXT), of=machine.cost)
-        piece = (CONTEXT - budget, CONTEXT - BATCH)
-        full.append(seconds(*decodes(BATCH, CONTEXT), (0, CONTEXT), of=machine.cost) / alone)
-        cut.append(seconds(*decodes(BATCH, CONTEXT), piece, of=machine.cost) / alone)
-    yield _row(
-        "figure 8",
-        f"{over}: time with a whole prompt of 4,096 tokens, over time without",
-        about(28.3),
-        Spread((max(full),)),
-        "the larger of mistral-7b and llama2-70b; prompt and batch are not in the paper's text",
+        time, batch = machine.cost.iteration_seconds, [(CONTEXT, CONTEXT + 1)] * BATCH
+        full.append(time([*batch, (0, CONTEXT)]) / time(batch))
+        cut.append(time([*batch, (CONTEXT - budget, CONTEXT - BATCH)]) / time(batch))
+    name = f"{over}: time with a whole prompt of 4,096 tokens, over time without"
+    yield Row("figure 8", name, about(28.3), Spread([max(full)])).because(
+        "the larger of mistral-7b and llama2-70b; prompt and batch are not in the paper's text"
     )
-    yield _row(
-        "figure 8",
-        f"{over}: time with a piece of a prompt, over time with the whole prompt",
-        less(),
-        Spread((max(one / other for one, other in zip(cut, full, strict=True)),)),
-        "a piece adds only the rest of the token budget",
+    name = f"{over}: time with a piece of a prompt, over time with the whole prompt"
+    yield Row("figure 8", name, less(), Spread([max(ratio(cut, full))])).because(
+        "a piece adds only the rest of the token budget"
     )
-    for length, claim in ((512, more()), (1024, more()), (2048, about(1.0))):
+    time, form = YI.cost.iteration_seconds, "{:.3f} x"
+    for length, claim in (
+        (512, more(form=form)),
+        (1024, more(form=form)),
+        (2048, about(1.0, form=form)),
+    ):
         overheads = [
-            sum(
-                seconds((start, min(start + length, prompt)), of=YI.cost)
-                for start in range(0, prompt, length)
-            )
-            / seconds((0, prompt), of=YI.cost)
+            sum(time([(start, start + length)]) for start in range(0, prompt, length))
+            / time([(0, prompt)])
             for prompt in (2048, 4096, 8192, 16_384)
         ]
-        yield _row(
-            "figure 11",
-            f"yi-34b: longest time of a prompt in pieces of {length:,} tokens, relative to one piece",
-            claim,
-            Spread((max(overheads),)),
+        name = f"yi-34b: longest time of a prompt in pieces of {length:,} tokens, relative to one piece"
+        yield Row("figure 11", name, claim, Spread([max(overheads)])).because(
             "each piece waits for weights, reads the KV before it and pays for its collectives; the text has "
-            "no numbers, except that 2,048 is close to no overhead",
-            "{:.3f} x",
+            "no numbers, except that 2,048 is close to no overhead"
         )
 
 
@@ -330,45 +286,37 @@ TABLE_4 = {  # P50 of the first token and P99 between tokens, seconds
 
 def table_4(extent: Extent) -> Iterator[Row]:
     """Yi-34B on two A100, a limited number of requests, a token budget of 1,024."""
+    row, seconds = partial(Row, "table 4"), "{:.2f} s"
     plain = Replica(YI.cost, YI.device_tokens, 0, "value", turns_max=128, first_come=True)
     for workload, published in TABLE_4.items():
+        model = f"yi-34b, {WORKLOADS[workload]}"
         combined = replace(plain, **SCHEDULERS["combined"])
         rate = _rate_with(combined, workload, published[2][0], extent)
         both = [
-            _served(replace(plain, **options), workload, rate, extent)
-            for options in (SCHEDULERS["combined"], PREFILL_FIRST)
+            _served(each, workload, rate, extent)
+            for each in (combined, replace(plain, **PREFILL_FIRST))
         ]
         gaps, speeds = (
-            ratio(*((row[key] for row in rows) for rows in both))
+            ratio(*([each[key] for each in found] for found in both))
             for key in ("gap_p99", "tokens_per_second")
         )
-        yield _row(
-            "table 4",
-            f"yi-34b, {WORKLOADS[workload]}: P99 between tokens, combined over prefill-first",
-            None,
-            gaps,
-            f"throughput {speeds.shown('{:.2f} x')}; the table has no such system",
+        name = f"{model}: P99 between tokens, combined over prefill-first"
+        yield row(name, no_claim(), gaps).because(
+            f"throughput {speeds.shown('{:.2f} x')}; the table has no such system"
         )
         for (name, options), (first_token, gap) in zip(SCHEDULERS.items(), published, strict=True):
-            rows = _served(replace(plain, **options), workload, rate, extent)
-            what = f"yi-34b, {WORKLOADS[workload]}, {name}"
-            is_fitted = name == "combined"
-            yield _row(
-                "table 4",
-                f"{what}: first token, P50",
-                None if is_fitted else about(first_token, neutral=None),
-                Spread(tuple(row["first_token_p50"] for row in rows)),
-                f"{'this number sets the load: ' if is_fitted else ''}{rate:.2f} requests/s",
-                "{:.2f} s",
+            found = _served(replace(plain, **options), workload, rate, extent)
+            firsts = Spread(each["first_token_p50"] for each in found)
+            claim, fits = absolute(first_token, seconds), ""
+            if name == "combined":
+                claim, fits = no_claim(seconds), "this number sets the load: "
+            yield row(f"{model}, {name}: first token, P50", claim, firsts).because(
+                f"{fits}{rate:.2f} requests/s"
             )
-            yield _row(
-                "table 4",
-                f"{what}: P99 between tokens",
-                about(gap, neutral=None),
-                Spread(tuple(row["gap_p99"] / 1000 for row in rows)),
+            gaps = Spread(each["gap_p99"] / 1000 for each in found)
+            yield row(f"{model}, {name}: P99 between tokens", absolute(gap, seconds), gaps).because(
                 "the time of an iteration that is full of prompts, at 0.6 of the data sheet's rate; the load "
-                "is fitted to the paper's first token with the combined scheduler",
-                "{:.2f} s",
+                "is fitted to the paper's first token with the combined scheduler"
             )
 
 
@@ -397,7 +345,7 @@ FIGURES: dict[str, Figure] = {
     "sarathi-iterations": iterations,
     "sarathi-table-4": table_4,
     **{
-        f"sarathi-{figure}-{machine.model.name}": partial(capacities, figure, machine)
-        for figure, machine in (("9", MISTRAL), ("9", YI), ("10", LLAMA), ("10", BIG_FALCON))
+        f"sarathi-{number}-{machine.model.name}": partial(capacities, f"figure {number}", machine)
+        for number, machine in ((9, MISTRAL), (9, YI), (10, LLAMA), (10, BIG_FALCON))
     },
 }

@@ -17,22 +17,21 @@ from scripts.measurements.replica import Replica, Window, run_replica
 from scripts.papers import __main__ as command
 from scripts.papers import batchllm, baton, sarathi
 from scripts.papers.baton import PaddedSlots, Query
-from scripts.papers.equal_latency import GRID_RATIO, first_crossing
-from scripts.papers.pipeline import Pipeline, Stages, run_pipeline, stage_of
-from scripts.papers.rows import (
+from scripts.papers.claims import (
     NOT_REPRODUCED,
-    QUICK,
     REPRODUCED,
     SAME_SHAPE,
     Claim,
-    Extent,
-    Row,
-    Spread,
     about,
+    absolute,
+    improvement,
     less,
     more,
-    ratio,
+    no_claim,
 )
+from scripts.papers.equal_latency import GRID_RATIO, first_crossing
+from scripts.papers.pipeline import Stages, run_pipeline, stage_of
+from scripts.papers.rows import QUICK, Extent, Row, Spread, largest, ratio
 
 TINY = BatchShape(100, 96, 32, 4, output_tokens=8, output_tokens_max=20, apart=3.0)
 
@@ -51,26 +50,42 @@ TINY = BatchShape(100, 96, 32, 4, output_tokens=8, output_tokens_max=20, apart=3
         (about(1.09), (1.04,), SAME_SHAPE),  # near the number, but less than half of the effect
         (about(1.09), (1.01,), NOT_REPRODUCED),
         (about(0.85), (1.0,), NOT_REPRODUCED),
-        (about(14.6, neutral=0.0), (-14.6,), NOT_REPRODUCED),
-        (about(0.3, neutral=None), (0.5,), SAME_SHAPE),  # a time, not an effect
-        (about(0.3, neutral=None), (0.7,), NOT_REPRODUCED),
+        (improvement(14.6), (-14.6,), NOT_REPRODUCED),
+        (absolute(0.3, "{:.1f} s"), (0.5,), SAME_SHAPE),  # a time, not an effect
+        (absolute(0.3, "{:.1f} s"), (0.7,), NOT_REPRODUCED),
         (more(), (1.01, 30.0), SAME_SHAPE),
         (more(), (0.99, 30.0), NOT_REPRODUCED),
         (more(), (1.004,), NOT_REPRODUCED),  # no visible effect
         (less(), (0.5,), SAME_SHAPE),
         (about(1.5), (math.nan,), NOT_REPRODUCED),
+        (no_claim(), (1.5,), "-"),
     ],
 )
 def test_a_verdict_compares_the_papers_number_with_ours(
     claim: Claim, values: tuple[float, ...], verdict: str
 ) -> None:
-    assert claim.verdict(Spread(values)) == verdict
-    assert Row("a figure", "a row", None, Spread(values), "no claim").verdict == "-"
+    assert Row("a figure", "a row", claim, Spread(values)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("claim", "shown"),
+    [
+        (about(1.5), "1.50 x"),
+        (improvement(37.5, 90.5), "37.5 % to 90.5 %"),
+        (absolute(20e3, "{:,.0f}/s"), "20,000/s"),
+        (more(100, "{:.0f} ms"), "more than 100 ms"),
+        (less(), "less than 1.00 x"),
+        (no_claim(), "-"),
+    ],
+)
+def test_a_claim_is_shown_with_its_unit(claim: Claim, shown: str) -> None:
+    assert claim.shown == shown
 
 
 def test_a_spread_shows_its_median_and_its_ends() -> None:
     found = ratio([3.0, 1.0, 4.0], [2.0, 2.0, 2.0])
-    assert found.values == (1.5, 0.5, 2.0)
+    assert list(found) == [1.5, 0.5, 2.0]
+    assert list(largest([found, Spread([1.0, 1.0, 3.0])])) == [1.5, 1.0, 3.0]
     assert found.shown("{:.1f} x") == "1.5 x (0.5 x to 2.0 x)"
     assert Spread((1.25,)).shown("{:.2f}") == "1.25"
     assert math.isnan(ratio([1.0], [0.0]).median)
@@ -129,7 +144,7 @@ def test_a_figure_yields_rows_with_reasons_and_verdicts(
     for each in SHAPES:
         monkeypatch.setitem(SHAPES, each, TINY)
     monkeypatch.setattr(batchllm, "LENGTHS", ("64/32", "32/64"))
-    rows = list(command.FIGURES[name](tiny))
+    rows, _ = command.rows_of(name, tiny)
     assert rows
     for row in rows:
         assert row.reason
@@ -160,12 +175,11 @@ def wavy(rate: float) -> dict[str, Any]:
 @pytest.mark.parametrize("begin", [0.05, 1.0, 3.0, 40.0])
 def test_the_limit_is_found_from_either_side(begin: float) -> None:
     found = first_crossing(curve, 80.0, begin)
-    assert found.reached
     step = GRID_RATIO ** (1 / 4)  # after two halvings
     assert 3.0 / step <= found.rate <= 3.0
     assert found.tokens_per_second == pytest.approx(100 * found.rate)
-    assert found.row == curve(found.rate)
-    assert found.row["normalized_p90"] <= 80.0
+    assert found.figures == curve(found.rate)
+    assert found.figures["normalized_p90"] <= 80.0
 
 
 def test_no_rate_is_simulated_twice() -> None:
@@ -186,22 +200,20 @@ def test_of_several_crossings_the_first_counts(begin: float) -> None:
     assert found.rate == pytest.approx(1.2, rel=0.01)
 
 
-def test_a_limit_that_is_not_reached_says_so() -> None:
+def test_of_a_limit_that_is_not_reached_the_nearest_scanned_rate_is_taken() -> None:
     def flat(rate: float) -> dict[str, Any]:
         return {"rate": rate, "tokens_per_second": rate, "normalized_p90": 10.0}
 
     found = first_crossing(flat, 80.0, 1.0, scanned_max=6)
-    assert not found.reached
     assert found.rate == pytest.approx(GRID_RATIO), "the highest: -4 to 1 are six"
     found = first_crossing(flat, 5.0, 1.0, scanned_max=3)
-    assert not found.reached
     assert found.rate == pytest.approx(GRID_RATIO**-4), "the lowest"
 
     def none_served(rate: float) -> dict[str, Any]:
         return {"rate": rate, "tokens_per_second": None, "normalized_p90": None}
 
     found = first_crossing(none_served, 80.0, 1.0, scanned_max=2)
-    assert (found.reached, found.tokens_per_second) == (False, 0.0)
+    assert (found.rate, found.tokens_per_second) == (GRID_RATIO**-3, 0.0)
 
 
 def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
@@ -210,7 +222,7 @@ def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
         return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": p90}
 
     found = first_crossing(broken, 80.0, 1.0)
-    assert (found.reached, found.rate, found.tokens_per_second) == (True, 1.0, 100.0)
+    assert (found.rate, found.tokens_per_second) == (1.0, 100.0)
 
 
 def test_longer_conversations_take_longer_to_gather() -> None:
@@ -274,7 +286,7 @@ def test_one_stage_is_a_replica() -> None:
     arrivals = list(drawn(WORKLOAD_PRESETS["requests"], 1.0, 12.0, 1))
     alone = run_replica(replica, arrivals, window)
     assert alone["tokens_per_second"] > 50
-    assert run_pipeline(Pipeline(replica, 1), arrivals, window) == alone
+    assert run_pipeline(replica, 1, arrivals, window) == alone
 
 
 def test_iterations_of_different_lengths_leave_bubbles_between_stages() -> None:
@@ -294,8 +306,8 @@ def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -
     arrivals = list(drawn(WORKLOAD_PRESETS["requests"], 0.5, 62.0, 1))
     in_one = replace(half, device_tokens=200_000, stages=2)
     one = run_replica(whole, arrivals, window)
-    for pipeline in (Pipeline(half, 2), Pipeline(in_one, 2)):
-        two = run_pipeline(pipeline, arrivals, window)
+    for engine in (half, in_one):
+        two = run_pipeline(engine, 2, arrivals, window)
         assert two["tokens_per_second"] == pytest.approx(one["tokens_per_second"], rel=0.1)
         assert two["seconds_per_token"] == pytest.approx(one["seconds_per_token"], rel=0.2)
         assert abs(two["asked"] - one["asked"]) <= 1
@@ -305,11 +317,11 @@ def test_two_stages_keep_an_objective_that_bubbles_would_break() -> None:
     """Run LLaMA2-70B of figure 10 under a load that a chosen token budget can carry."""
     machine = sarathi.LLAMA
     limit = sarathi.TIMES["strict"] * machine.decode_seconds
-    engine = machine.systems("requests", "strict")[sarathi.OURS].engine
+    engine = machine.systems("requests", "strict")[sarathi.OURS]
     engine = replace(engine, token_budget=8192, tbt_seconds=0.9 * limit)
     window = Window(0.0, 20.0, 80.0)
     arrivals = drawn(WORKLOAD_PRESETS["requests"], 0.5, window.ends, 0)
-    row = run_pipeline(Pipeline(engine, machine.num_stages), arrivals, window)
+    row = run_pipeline(engine, machine.num_stages, arrivals, window)
     assert row["tbt_p99"] <= limit
     assert row["queue_p50"] <= 2.0
     assert row["tokens_per_second"] > 100
@@ -367,7 +379,7 @@ def test_who_has_ended_leaves_the_batch() -> None:
 
 
 def rows_by_name(name: str) -> dict[str, Row]:
-    return {row.name: row for row in command.FIGURES[name](QUICK)}
+    return {row.name: row for row in command.rows_of(name, QUICK)[0]}
 
 
 def test_figure_2_5_has_the_papers_times() -> None:
@@ -386,4 +398,4 @@ def test_a_request_waits_for_about_five_steps_to_join_a_batch() -> None:
 def test_numbers_to_which_a_cost_was_fitted_are_no_claims() -> None:
     for row in rows_by_name("batchmaker-2.10").values():
         assert row.reason.startswith("fitted to the paper's")
-        assert row.paper is None
+        assert row.paper.is_empty
