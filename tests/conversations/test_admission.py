@@ -40,7 +40,7 @@ def behind(seconds: float) -> DaemonLoad:
 # -- the estimate --
 
 
-def test_nobody_waiting_is_no_wait_whatever_was_before() -> None:
+def test_the_predicted_wait_is_zero_while_no_turn_waits() -> None:
     admission = Admission(10, {}, now=0.0)
     for second in range(20, 120, 5):
         admission.turn_admitted(0.0, float(second))
@@ -62,14 +62,14 @@ def test_the_predicted_wait_counts_only_waiting_turns() -> None:
     assert admission.refusal("", load(9, 0.0), 1.0, 19.9) is None
 
 
-def test_an_engine_that_admits_nobody_makes_everybody_wait() -> None:
+def test_the_predicted_wait_grows_while_the_engine_admits_no_turn() -> None:
     admission = Admission(10, {}, now=0.0)
     admission.turn_admitted(1.0, 1.0)
     assert admission.wait_seconds(load(1, 50.0), 50.0) == 0.0
     assert admission.wait_seconds(load(1, 50.0), 80.0) == 30.0
 
 
-def test_time_in_which_nobody_waited_slows_no_estimate() -> None:
+def test_idle_time_does_not_increase_the_predicted_wait() -> None:
     admission = Admission(10, {}, now=0.0)
     for hour in range(1, 10):
         admission.turn_admitted(3600.0 * hour - 0.2, 3600.0 * hour)
@@ -88,7 +88,7 @@ def paced(seconds_per_predicted: float, **settings: float) -> Admission:
     return admission
 
 
-def test_prompts_ahead_take_what_such_prompts_took() -> None:
+def test_the_wait_for_prompts_ahead_is_scaled_by_the_measured_pace() -> None:
     assert Admission(10, {}, now=0.0).wait_seconds(behind(100.0), 0.0) == 0.0, "nothing is known"
     admission = paced(1.5)
     assert admission.wait_seconds(behind(4.0), 3.0) == pytest.approx(6.0)
@@ -101,7 +101,7 @@ def test_prompts_ahead_take_what_such_prompts_took() -> None:
     assert admission.wait_seconds(behind(4.0), 3.0) == 0.0
 
 
-def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_come() -> None:
+def test_a_turn_beyond_the_ttft_objective_is_refused_with_a_retry_time() -> None:
     admission = paced(1.5, ttft_seconds=2.0)
     assert admission.refusal("", behind(1.3), None, 3.0) is None
     refusal = admission.refusal("", behind(4.0), 60.0, 3.0)
@@ -115,7 +115,7 @@ def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_c
     assert paced(1.5).refusal("", behind(4.0), None, 3.0) is None, "there is no objective"
 
 
-def test_without_room_the_objective_is_held_against_the_rate_of_admissions() -> None:
+def test_with_a_full_engine_the_ttft_objective_uses_the_admission_rate() -> None:
     admission = Admission(50, {}, now=0.0, ttft_seconds=0.65)
     for tenth in range(1, 200):
         admission.turn_admitted(0.0, tenth / 10)
@@ -171,7 +171,7 @@ def keep_the_store_busy(rig: DaemonRig, seconds: float) -> None:
         on_the_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
 
 
-def test_after_a_burst_nobody_is_refused_for_it(one_by_one: DaemonRig) -> None:
+def test_no_turn_is_refused_because_of_an_earlier_burst(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
     wait_for(lambda: rig.call(_waiting(rig)) > 3)
@@ -192,7 +192,9 @@ async def _waiting(rig: DaemonRig) -> int:
     return rig.daemon.conversations.turns.num_waiting
 
 
-def test_a_refusal_for_the_deadline_says_so(one_by_one: DaemonRig) -> None:
+def test_a_refusal_because_of_the_deadline_has_the_reason_deadline_exceeded(
+    one_by_one: DaemonRig,
+) -> None:
     rig = one_by_one
     endless = pb.Sampling(max_tokens=2000, ignore_eos=True)
     turns = [rig.send(f"long{i}", "hello", sampling=endless) for i in range(2)]
@@ -227,7 +229,7 @@ def test_a_retry_is_not_refused_because_of_its_own_turn(one_by_one: DaemonRig) -
     rig.daemon.draining = False
 
 
-def test_a_tenant_in_debt_may_still_reattach_to_its_turn(one_by_one: DaemonRig) -> None:
+def test_a_tenant_over_its_token_rate_can_reattach_to_its_turn(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     live = begin(rig, "c", "r1", "slow")
     on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _nothing))
@@ -243,7 +245,7 @@ async def _nothing(tokens: ReplyTokens) -> None:
 # -- the grace period while the store is busy --
 
 
-def test_attaching_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
+def test_attaching_to_a_running_turn_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     first = rig.send("c", "hello", request_id="r1", sampling=LONG)
     assert next(iter(first)).started.attempt == 1
@@ -255,7 +257,7 @@ def test_attaching_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
     assert len(said(again).token_ids) == 60
 
 
-def test_a_turn_waits_for_a_reader_whom_the_store_holds_up(one_by_one: DaemonRig) -> None:
+def test_a_turn_is_not_given_up_while_the_store_delays_its_retry(one_by_one: DaemonRig) -> None:
     """The client disconnects before its turn begins, and retries. The store delays the retry."""
     rig = one_by_one
     rig.ask("c", "first")
@@ -272,7 +274,7 @@ def test_a_turn_waits_for_a_reader_whom_the_store_holds_up(one_by_one: DaemonRig
 # -- quotas --
 
 
-def test_turns_about_to_begin_count_for_their_tenant(one_by_one: DaemonRig) -> None:
+def test_turns_about_to_begin_count_towards_the_tenants_limit(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     keep_the_store_busy(rig, 0.5)
     on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask("c", "r1", "few")))
@@ -283,7 +285,7 @@ def test_turns_about_to_begin_count_for_their_tenant(one_by_one: DaemonRig) -> N
     begin(rig, "d", "r2", "few")
 
 
-def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> None:
+def test_turns_about_to_begin_count_as_ahead_of_a_new_turn(one_by_one: DaemonRig) -> None:
     rig = one_by_one
 
     def num_ahead(priority: int = 0) -> float:
@@ -304,7 +306,7 @@ async def _begun(rig: DaemonRig, wanted: TurnRequest) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "deleted"])
-def test_a_client_that_leaves_early_pays_for_the_computed_tokens(
+def test_a_tenant_is_charged_for_computed_tokens_after_a_disconnect_or_deletion(
     one_by_one: DaemonRig, how: str
 ) -> None:
     rig = one_by_one
@@ -317,7 +319,7 @@ def test_a_client_that_leaves_early_pays_for_the_computed_tokens(
         begin(rig, "d", "r2", "slow")
 
 
-def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
+def test_a_turn_deleted_while_it_waits_is_not_charged(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     first = begin(rig, "c", "r1")
     waiting = begin(rig, "d", "r2", "slow")

@@ -64,7 +64,7 @@ def delete(rig: DaemonRig, conversation_id: str) -> None:
         assert not file.is_file() or b"a secret" not in file.read_bytes()
 
 
-def test_each_moment_under_load_has_exactly_the_turns_acknowledged_by_then(
+def test_a_backup_under_load_restores_all_turns_acknowledged_by_then(
     rig: DaemonRig, tmp_path: Path
 ) -> None:
     folder, acknowledged_at = tmp_path / "backup", list[float]()
@@ -81,7 +81,9 @@ def test_each_moment_under_load_has_exactly_the_turns_acknowledged_by_then(
             assert sum(when <= at for when in acknowledged_at) <= len(said)
 
 
-def test_a_clean_stop_writes_the_last_turn_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_a_clean_stop_backs_up_the_last_turn_and_a_restart_begins_a_new_generation(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "backup"
     process = ServeProcess(tmp_path / "data", "--backup", str(folder))
     process.start()
@@ -102,7 +104,7 @@ def test_a_clean_stop_writes_the_last_turn_and_the_next_start_goes_on(tmp_path: 
     process.stop()
 
 
-def test_a_full_backup_disk_is_reported_and_stops_nothing(
+def test_a_full_backup_disk_is_reported_and_does_not_stop_turns_or_deletions(
     rig: DaemonRig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,7 +132,7 @@ def test_a_full_backup_disk_is_reported_and_stops_nothing(
     assert len(points(tmp_path / "backup")) == 1
 
 
-def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_the_end(
+def test_an_unresponsive_backup_folder_does_not_block_turns_deletions_or_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, answers = tmp_path / "backup", threading.Event()
@@ -157,7 +159,7 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
     answers.set()
 
 
-def test_generations_change_and_old_ones_are_dropped(
+def test_new_generations_begin_and_old_generations_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backup, "GENERATION_SECONDS", 0.1)
@@ -180,7 +182,7 @@ def test_generations_change_and_old_ones_are_dropped(
     assert not is_there()
 
 
-def test_the_command_copies_a_history_also_while_a_daemon_serves_it(
+def test_the_backup_command_copies_a_history_that_a_daemon_serves(
     rig: DaemonRig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig.ask("tea", "hello")
@@ -194,7 +196,7 @@ def test_the_command_copies_a_history_also_while_a_daemon_serves_it(
     assert restore(tmp_path / "copy", tmp_path / "restored").messages == 4
 
 
-def test_the_command_copies_a_history_that_nobody_serves(
+def test_the_backup_command_copies_a_history_that_no_daemon_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -211,7 +213,7 @@ def test_the_command_copies_a_history_that_nobody_serves(
     assert main(["backup", copy, "--data", str(tmp_path / "nowhere")]) == 3
 
 
-def test_the_drill_of_the_docs_works_as_it_is_written(
+def test_the_drill_in_the_docs_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run the documented commands line by line, with other folders and the echo engine."""
@@ -280,7 +282,7 @@ class Sharing:
 
 @needs_sqlite
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_another_takes_over(
+def test_another_daemon_takes_over_the_backup_of_a_shared_file(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     folder = tmp_path / "backup"
@@ -314,7 +316,7 @@ def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_anothe
 
 
 @needs_sqlite
-def test_only_who_writes_the_backup_has_figures_of_it(tmp_path: Path) -> None:
+def test_only_the_daemon_that_writes_the_backup_reports_its_age(tmp_path: Path) -> None:
     url, folder = f"sqlite://{tmp_path / 'history.db'}", tmp_path / "backup"
     config = DaemonConfig(backup=BackupConfig(folder))
     with (
@@ -327,7 +329,7 @@ def test_only_who_writes_the_backup_has_figures_of_it(tmp_path: Path) -> None:
 
 
 @needs_sqlite
-def test_the_command_copies_a_file_that_daemons_share(
+def test_the_backup_command_copies_a_file_that_daemons_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, copy = f"sqlite://{tmp_path / 'history.db'}", str(tmp_path / "copy")

@@ -123,7 +123,9 @@ TIGHT = {"device_cache": "320t", "host_cache": "160t", "turns_max": "12"}
 
 
 @pytest.mark.parametrize("model", ["builtin", "random"])
-def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> None:
+def test_every_reply_matches_its_constraint_under_memory_pressure(
+    model: str, tmp_path: Path
+) -> None:
     """Turns are suspended, moved and recomputed. The tokens equal the tokens without memory pressure."""
     path = MODEL_PATH
     if model == "random":
@@ -139,7 +141,7 @@ def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> 
     assert words_of(again) == words_of(turns)
 
 
-def test_a_turn_that_is_begun_again_says_the_same(tmp_path: Path) -> None:
+def test_a_constrained_turn_restarted_after_a_crash_has_the_same_reply(tmp_path: Path) -> None:
     """The process ends during a reply. The next process gets each request twice: before and after a reply."""
     wanted = Asked(3, seed=3)
     with started(MODEL_PATH, tmp_path / "whole") as runtime:
@@ -160,7 +162,7 @@ def test_a_turn_that_is_begun_again_says_the_same(tmp_path: Path) -> None:
         assert words_of(replays) == words_of(whole)
 
 
-def test_turns_beside_them_say_what_they_say_alone(tmp_path: Path) -> None:
+def test_constrained_turns_do_not_change_the_replies_of_other_turns(tmp_path: Path) -> None:
     def free(runtime: Runtime) -> list[LiveTurn]:
         for number in range(6):
             runtime.conversations.create(f"free{number}")
@@ -183,7 +185,7 @@ def test_turns_beside_them_say_what_they_say_alone(tmp_path: Path) -> None:
     assert wanted.num_whole(held) > 0
 
 
-def test_the_same_request_has_the_same_constraint() -> None:
+def test_requests_are_the_same_only_if_their_constraints_are() -> None:
     def ask(constraint: Constraint | None, given: dict[str, Any] | None = None) -> TurnRequest:
         options = TurnOptions(Sampling(), constraint=constraint)
         return TurnRequest("c", (Message("user", "hi"),), options, given_sampling=given)
@@ -196,7 +198,7 @@ def test_the_same_request_has_the_same_constraint() -> None:
         assert "constraint" not in ask(None, given).sampling_given
 
 
-def test_what_was_checked_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checked_constraint_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_once = Grammars.compile
 
@@ -219,7 +221,7 @@ def test_what_was_checked_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch)
     assert len(constraints._known) == KNOWN_MAX
 
 
-def test_a_constraint_beside_ignore_eos_is_refused() -> None:
+def test_a_constraint_with_ignore_eos_is_refused() -> None:
     options = TurnOptions(Sampling(ignore_eos=True), constraint=choice_of(("a",)))
     with pytest.raises(InvalidArgument, match=r"sampling\.ignore_eos"):
         ConstraintChecker(Tokenizer.load(MODEL_PATH)).check(options)
@@ -257,7 +259,7 @@ COSTLY: dict[str, Any] = {
 }
 
 
-def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
+def test_impossible_and_costly_constraints_do_not_disturb_another_stream(tmp_path: Path) -> None:
     """Meanwhile another stream continues, and gives the same tokens as when it runs alone."""
     written = {"device_cache": "4000t", "host_cache": "400t"}
     talk: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
@@ -296,7 +298,7 @@ def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
         assert rig.daemon.engine.num_restarts == 0
 
 
-def test_the_sdk_says_each_kind(tmp_path: Path) -> None:
+def test_the_sdk_sends_each_kind_of_constraint(tmp_path: Path) -> None:
     written = {"device_cache": "2000t", "host_cache": "400t"}
     schema = {
         "type": "object",

@@ -57,7 +57,7 @@ FIRED = (
         (LLAMA_3, "llama-gqa", "value", 8, 2),  # depth 2: iterations are launched one ahead
     ],
 )
-def test_every_reply_is_the_reply_of_plain_transformers(
+def test_every_reply_equals_plain_transformers(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int, depth: int
 ) -> None:
     shape = {"policy": policy, "chunk_tokens": str(chunk_tokens)}
@@ -109,7 +109,7 @@ def test_every_reply_is_the_reply_of_plain_transformers(
         ),
     ],
 )
-def test_every_reply_of_streamed_turns_is_what_plain_transformers_would_have_said(
+def test_every_reply_of_streamed_turns_equals_plain_transformers(
     tmp_path: Path, family: Family, kind: str, depth: int, settings: dict[str, str]
 ) -> None:
     """Contexts stay on the host while their turns run, beside resident turns."""
@@ -203,7 +203,7 @@ class PrefixCrowd(Crowd):
         (QWEN_2_5, "llama-gqa", "return", 32),  # page size of the compiled kernels
     ],
 )
-def test_every_reply_under_a_prefix_is_the_reply_of_plain_transformers(
+def test_every_reply_under_a_prefix_equals_plain_transformers(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int
 ) -> None:
     """Prefixes are swapped, dropped, warmed, recomputed by one of their holders, and declared again.
@@ -285,7 +285,7 @@ def drawn(seed: int) -> list[BatchRequest]:
         (QWEN_2_5, "llama-gqa", 32, 320, 1),  # the compiled kernels read shared pages once
     ],
 )
-def test_answers_of_a_batch_are_those_of_plain_transformers(
+def test_batch_replies_equal_plain_transformers(
     tmp_path: Path, family: Family, kind: str, chunk_tokens: int, tokens: int, depth: int
 ) -> None:
     """The batch runs beside chats, in tiny caches."""
@@ -404,7 +404,7 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("pressure", "fault"), PAIRS if SCALE == 1 else list(itertools.product(PRESSURES, FAULTS))
 )
-def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
+def test_replies_over_the_wire_equal_plain_transformers_despite_a_fault(
     tmp_path: Path, pressure: str, fault: str
 ) -> None:
     settings, fires = PRESSURES[pressure]

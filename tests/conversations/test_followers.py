@@ -83,7 +83,7 @@ async def nothing(tokens: ReplyTokens) -> None:
     pass
 
 
-def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> None:
+def test_a_turn_without_readers_is_given_up_after_the_grace_period() -> None:
     scene = Scene()
     scene.followers.start_grace(scene.live)
     scene.loop.run(0.95 * GRACE_SECONDS)
@@ -94,7 +94,7 @@ def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> Non
     assert len(scene.given_up) == 1
 
 
-def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
+def test_the_grace_period_restarts_when_a_reader_leaves() -> None:
     scene = Scene()
     scene.followers.start_grace(scene.live)
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
 
 
 @pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
-def test_clients_that_reconnect_after_a_stall_find_their_turn(begun: float) -> None:
+def test_clients_that_reconnect_after_a_blocked_event_loop_find_their_turn(begun: float) -> None:
     scene = Scene()
     scene.followers.start_grace(scene.live)
     scene.loop.run(begun * GRACE_SECONDS)
@@ -119,7 +119,7 @@ def test_clients_that_reconnect_after_a_stall_find_their_turn(begun: float) -> N
     assert scene.given_up == [scene.live]
 
 
-def test_a_loop_that_is_always_late_gives_up_turns_too() -> None:
+def test_turns_are_given_up_even_if_the_event_loop_is_always_late() -> None:
     scene = Scene()
     scene.followers.start_grace(scene.live)
     scene.loop.run(30 * GRACE_SECONDS, step=GRACE_SECONDS)

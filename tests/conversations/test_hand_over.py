@@ -150,7 +150,7 @@ def test_a_moved_conversation_takes_its_kv_along(two: Two) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_kv_comes_in_parts_of_a_chunk_where_that_is_their_size(two: Two) -> None:
+def test_kv_arrives_in_parts_of_one_chunk_if_parts_are_small(two: Two) -> None:
     name = two.next()
     parts: list[KvPart] = []
     two.pull(name, changed(lambda number, part: parts.append(part) or part))
@@ -160,7 +160,7 @@ def test_kv_comes_in_parts_of_a_chunk_where_that_is_their_size(two: Two) -> None
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_connection_that_breaks_half_way_leaves_the_end(two: Two) -> None:
+def test_after_a_broken_connection_the_received_last_chunks_are_used(two: Two) -> None:
     name = two.next()
     pulled = two.pull(name, changed(lambda number, part: part if number < 4 else None))
     history = len(two.log_of(name)) - 1
@@ -170,7 +170,7 @@ def test_a_connection_that_breaks_half_way_leaves_the_end(two: Two) -> None:
     two.check_replies(name, recomputed=(num_chunks - 3) * SIZE)
 
 
-def test_a_connection_that_is_reset_within_a_part_is_no_more_than_that(
+def test_after_a_connection_reset_within_a_part_only_missing_kv_is_recomputed(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, proxy = two.next(), Proxy(two.a.server.address)
@@ -193,7 +193,7 @@ def test_a_connection_that_is_reset_within_a_part_is_no_more_than_that(
     proxy.close()
 
 
-def test_a_chunk_whose_bytes_have_changed_is_computed_and_the_others_are_not(two: Two) -> None:
+def test_only_the_chunk_with_changed_bytes_is_recomputed(two: Two) -> None:
     name = two.next()
     pulled = two.pull(name, changed(lambda number, part: flipped(part, 0)))
     history = len(two.log_of(name)) - 1
@@ -203,7 +203,7 @@ def test_a_chunk_whose_bytes_have_changed_is_computed_and_the_others_are_not(two
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_the_first_part_may_be_damaged_and_those_behind_it_come(two: Two) -> None:
+def test_the_parts_after_a_damaged_first_part_are_used(two: Two) -> None:
     name = two.next()
     pulled = two.pull(name, changed(lambda n, part: flipped(part, 9) if n == 1 else part))
     history = len(two.log_of(name)) - 1
@@ -227,7 +227,7 @@ def test_kv_of_other_tokens_is_not_adopted(two: Two) -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "kv_heads", "chunk_tokens", "fingerprint", "new"])
-def test_kv_of_an_engine_that_differs_in_anything_is_refused(two: Two, what: str) -> None:
+def test_kv_of_an_incompatible_engine_is_refused(two: Two, what: str) -> None:
     async def fetch(*arguments: Any) -> Parts:
         async for each in KvFetcher().fetch(*arguments):
             yield KvHeader({**each.identity, what: "x"}) if isinstance(each, KvHeader) else each
@@ -251,7 +251,7 @@ def test_kv_of_an_engine_that_differs_in_anything_is_refused(two: Two, what: str
         lambda part: part._replace(digest=""),
     ],
 )
-def test_a_part_that_does_not_fit_the_log_is_refused(
+def test_a_part_that_does_not_match_the_log_is_refused(
     two: Two, change: Callable[[KvPart], KvPart]
 ) -> None:
     pulled = two.pull(NAMES[0], changed(lambda number, part: change(part)))
@@ -259,19 +259,19 @@ def test_a_part_that_does_not_fit_the_log_is_refused(
     assert pulled.why_no_more
 
 
-def test_nothing_comes_of_what_the_other_does_not_have(two: Two) -> None:
+def test_a_pull_without_available_kv_reports_why(two: Two) -> None:
     two.b.ask("only-b", "Hello.", sampling=GREEDY)
     assert two.pull("only-b").why_no_more == "the other daemon had no more"
     assert two.pull("nowhere").why_no_more == "the conversation is not in the store"
 
 
-def test_nobody_at_the_address_costs_no_more_than_that(two: Two) -> None:
+def test_a_pull_from_an_unreachable_address_reports_unavailable(two: Two) -> None:
     pulled = two.pull(NAMES[0], address="127.0.0.1:1")
     assert pulled.tokens == 0
     assert "UNAVAILABLE" in pulled.why_no_more
 
 
-def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
+def test_a_slow_pull_is_stopped_and_keeps_the_received_parts(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = two.next()
@@ -293,14 +293,14 @@ def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
     two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
 
 
-def test_a_few_tokens_of_a_small_model_are_computed_sooner_than_fetched(two: Two) -> None:
+def test_kv_is_not_pulled_if_computing_it_is_faster(two: Two) -> None:
     pulled = two.pull(NAMES[0], always=False)
     assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is faster")
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("deed", ["send", "rewind", "delete"])
-def test_what_a_client_does_meanwhile_ends_the_import(two: Two, deed: str) -> None:
+def test_a_client_action_during_the_import_ends_it(two: Two, deed: str) -> None:
     name = two.next()
     acted = False
 
@@ -343,7 +343,7 @@ def test_what_a_client_does_meanwhile_ends_the_import(two: Two, deed: str) -> No
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("seed", range(4))
-def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) -> None:
+def test_replies_are_right_with_damaged_duplicated_and_reordered_parts(two: Two, seed: int) -> None:
     name, choose = two.next(), random.Random(seed)
 
     async def fetch(*arguments: Any) -> Parts:
@@ -368,7 +368,9 @@ def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) ->
     two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
 
 
-def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_path: Path) -> None:
+def test_a_small_host_tier_takes_the_last_chunks_and_the_rest_is_recomputed(
+    two: Two, tmp_path: Path
+) -> None:
     name = two.next()
     data = copied(Path(two.a.daemon.store.folder.path), tmp_path / "small")
     with rig(data, host_cache="96t") as small:
@@ -399,12 +401,12 @@ def code_of(address: str, token: str = "") -> grpc.StatusCode:
     return code
 
 
-def test_kv_is_not_offered_unless_the_operator_wants_it(tmp_path: Path) -> None:
+def test_kv_is_not_offered_unless_hand_over_is_enabled(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as one:
         assert code_of(one.server.address) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -> None:
+def test_fetching_kv_needs_an_admin_token_if_tokens_are_required(tmp_path: Path) -> None:
     made = {admin: callers.new_token("", admin=admin) for admin in (False, True)}
     file = tmp_path / "tokens.toml"
     file.write_text("\n".join(entry for _, entry in made.values()))
@@ -420,7 +422,7 @@ def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -
         assert code_of(address, made[True][0]) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_request_that_names_nothing_is_refused_with_the_fields_name(two: Two) -> None:
+def test_an_invalid_fetch_request_is_refused_with_its_field_name(two: Two) -> None:
     with grpc.insecure_channel(two.a.server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         for fields, name in (

@@ -105,7 +105,7 @@ def opened(template: ChatTemplate, messages: list[Message], setting: TemplateSet
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
-def test_tools_alone_are_a_prefix(store: ConversationStore, family: Family) -> None:
+def test_a_prefix_may_consist_of_tools_only(store: ConversationStore, family: Family) -> None:
     template = template_of(family)
     history = history_of(store, template)
     options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
@@ -123,7 +123,7 @@ def test_tools_alone_are_a_prefix(store: ConversationStore, family: Family) -> N
     assert log == whole
 
 
-def test_where_nothing_is_fixed_in_front_all_comes_with_the_first_turn(
+def test_a_template_without_a_fixed_head_tokenizes_the_prefix_in_the_first_turn(
     store: ConversationStore,
 ) -> None:
     template = template_with(PLAIN)
@@ -140,7 +140,7 @@ def test_where_nothing_is_fixed_in_front_all_comes_with_the_first_turn(
 
 
 @pytest.mark.parametrize("shots", [(), SHOTS])
-def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_anew(
+def test_a_prefix_and_its_conversations_are_tokenized_again_for_another_template(
     store: ConversationStore, shots: tuple[Message, ...]
 ) -> None:
     history = history_of(store, template_of(QWEN_2_5))
@@ -171,7 +171,7 @@ def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_a
     assert store.verify() == []
 
 
-def test_a_prefix_that_another_template_cannot_write_is_refused_and_harms_nothing(
+def test_a_prefix_that_a_new_template_rejects_is_refused_and_left_unchanged(
     store: ConversationStore,
 ) -> None:
     history = history_of(store, template_of(QWEN_2_5))
@@ -183,7 +183,7 @@ def test_a_prefix_that_another_template_cannot_write_is_refused_and_harms_nothin
     assert store.log("prefix:rules") == before
 
 
-def test_what_cannot_fit_is_no_prefix(store: ConversationStore) -> None:
+def test_a_prefix_longer_than_the_context_is_refused(store: ConversationStore) -> None:
     history = history_of(store, template_of(QWEN_2_5))
     with pytest.raises(ContextFull):
         declare(history, system_prompt="a b " * 4000)
@@ -191,7 +191,7 @@ def test_what_cannot_fit_is_no_prefix(store: ConversationStore) -> None:
         declare(history, system_prompt="x" * 16 * 4000 + "x")
 
 
-def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
+def test_heads_are_tokenized_once_and_the_least_recent_is_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = template_of(QWEN_2_5)
@@ -213,7 +213,7 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     assert not heads.knows(prompts[0], TemplateSetting(options={"a": 1}))
 
 
-def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: Any) -> None:
+def test_a_given_history_with_tool_calls_continues_with_its_original_tokens(store: Any) -> None:
     """Templates write arguments in the order of their keys, and the store sorts the keys."""
     history = history_of(store, template_of(QWEN_2_5))
     call = ToolCall("rain", {"where": "Oslo", "days": {"to": 3, "from": 1}}, "call1")

@@ -57,7 +57,7 @@ def test_a_stopped_engine_is_killed_and_restarted(tmp_path: Path) -> None:
         assert len(rig.messages("c")) == 2
 
 
-def test_an_engine_whose_main_thread_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_an_engine_whose_main_thread_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     config = DaemonConfig(grace_seconds=30.0, iteration_seconds_max=2.0)
     with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults)), config=config) as rig:
@@ -85,7 +85,7 @@ def test_an_idle_engine_is_not_killed(tmp_path: Path) -> None:
         assert rig.daemon.engine.num_restarts == 0
 
 
-def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> None:
+def test_a_daemon_that_was_suspended_does_not_kill_its_engine(tmp_path: Path) -> None:
     parameters = {"config": {"heartbeat_seconds": 2.0, "iteration_seconds_max": 2.0}}
     process = ServeProcess(tmp_path / "data", parameters=parameters)
     address = process.start()
@@ -101,7 +101,7 @@ def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> N
     assert process.stop() == 0
 
 
-def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path) -> None:
+def test_an_engine_whose_reader_thread_fails_is_restarted(tmp_path: Path) -> None:
     """Without the restart, the engine's reader thread is dead, and nothing reads the pipe any more."""
     faults = tmp_path / "faults"
     faults.write_text("deaf")
@@ -116,7 +116,7 @@ def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path)
         assert rig.daemon.engine.num_restarts == 1
 
 
-def test_a_start_without_news_is_logged_and_waited_for(
+def test_a_slow_engine_start_is_logged_and_not_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
@@ -128,7 +128,7 @@ def test_a_start_without_news_is_logged_and_waited_for(
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
 
 
-def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
+def test_a_killed_engine_that_does_not_exit_is_logged_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process may be stuck in a device call. A second engine would compete with it for the device."""
@@ -151,7 +151,7 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
         assert caplog.text.count("was killed but does not end") == 3
 
 
-def test_a_daemon_stops_though_its_engine_does_not_end(
+def test_a_daemon_stops_even_if_its_engine_does_not_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.1)
@@ -244,7 +244,7 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["interrupt", "fail", "finish"])
-def test_a_turn_whose_end_fails_unforeseen_has_one(
+def test_a_turn_ends_even_if_storing_its_end_fails_unexpectedly(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise readers of this turn would wait for ever."""
@@ -261,7 +261,7 @@ def test_a_turn_whose_end_fails_unforeseen_has_one(
         assert rig.num_live == 0
 
 
-def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
+def test_a_turn_whose_log_cannot_be_read_ends_with_an_internal_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -275,7 +275,7 @@ def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
         assert not rig.server.stopping.is_set()
 
 
-def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> None:
+def test_the_last_messages_of_an_engine_with_unread_input_are_received() -> None:
     """Unread data makes the engine's close a reset. Without care, earlier frames are lost with it."""
 
     async def main() -> None:
@@ -299,7 +299,7 @@ def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> N
     asyncio.run(main())
 
 
-def test_a_task_of_the_daemon_that_fails_unforeseen_ends_the_service(tmp_path: Path) -> None:
+def test_an_unexpected_error_in_a_background_task_ends_the_service(tmp_path: Path) -> None:
     async def fail() -> None:
         wrong()
 

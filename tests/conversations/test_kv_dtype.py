@@ -51,7 +51,9 @@ class SameModel(Reference):
 
 
 @pytest.mark.parametrize("policy", ["return", "lru"])
-def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, policy: str) -> None:
+def test_every_int8_reply_under_pressure_equals_a_single_pass_over_its_log(
+    tmp_path: Path, policy: str
+) -> None:
     """Exact to the last bit: a sampled token has the largest logit, not one close to it."""
     shape = {"policy": policy, "chunk_tokens": "32", "kv_dtype": "int8"}
     shape |= {"device_cache": "800t", "host_cache": "800t", "check_kv": "true"}
@@ -74,7 +76,7 @@ def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, polic
     assert (wrong, near) == (0, 0)
 
 
-def test_a_daemon_that_evicts_says_what_one_with_room_says(
+def test_replies_with_small_int8_caches_equal_replies_with_large_caches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: dict[str, list[str]] = {}

@@ -135,7 +135,7 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-def test_the_rows_hold_every_pair() -> None:
+def test_the_covering_array_contains_every_pair() -> None:
     rows = covering_array(OPTIONS, 0)
     held = set().union(*(pairs_of(row) for row in rows))
     for one, other in itertools.combinations(OPTIONS, 2):
@@ -146,7 +146,7 @@ def test_the_rows_hold_every_pair() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.values()))
-def test_every_pair_of_settings_answers_as_it_should(
+def test_every_pair_of_settings_gives_right_replies(
     row: Row, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     rounded = "int8" in (row["weights"], row["kv_dtype"])
@@ -156,7 +156,7 @@ def test_every_pair_of_settings_answers_as_it_should(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
-def test_two_ranks_go_together_with_every_other_setting(
+def test_two_ranks_give_right_replies_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     """Three starts cover each value once. Rounded weights are only for one rank."""
@@ -169,7 +169,7 @@ def test_two_ranks_go_together_with_every_other_setting(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
-def test_two_stages_go_together_with_every_other_setting(
+def test_two_stages_give_right_replies_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}

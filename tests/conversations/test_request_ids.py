@@ -104,7 +104,7 @@ def test_a_repeated_request_waits_for_the_first_call(tmp_path: Path) -> None:
         assert [call.result().completed.revision for call in calls] == [1, 1]
 
 
-def test_lookups_of_one_tenant_leave_another_its_own(tmp_path: Path) -> None:
+def test_lookups_of_one_tenant_do_not_use_up_another_tenants_limit(tmp_path: Path) -> None:
     limits = {"a": {"turns_max": 1}, "b": {"turns_max": 1}}
     with TokensRig(tmp_path, limits, SLOW) as rig, ThreadPoolExecutor(32) as pool:
         rig.begin("b", "c", sampling=SHORT, request_id="r").cancel()
@@ -144,7 +144,7 @@ def _refused(rig: TokensRig, number: int) -> None:
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["looked_up", "begun_meanwhile"])
-def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_second_time(
+def test_a_turn_that_already_runs_here_is_not_started_a_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool
 ) -> None:
     """A history that was restarted between a call and its retry knows only that the turn runs."""

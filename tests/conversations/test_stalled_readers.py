@@ -60,7 +60,7 @@ def test_a_stalled_watcher_is_dropped(tmp_path: Path) -> None:
         assert not peer.is_closed
 
 
-def test_a_watcher_that_is_slow_is_kept_and_nothing_is_collected_for_it(tmp_path: Path) -> None:
+def test_a_slow_watcher_is_kept_and_no_stats_are_collected_until_it_reads(tmp_path: Path) -> None:
     socket = tmp_path / "data" / "admin.sock"
     patient = DaemonConfig(stall_seconds=20.0)
     with (
@@ -88,7 +88,7 @@ def test_a_watcher_that_is_slow_is_kept_and_nothing_is_collected_for_it(tmp_path
         assert not peer.is_closed
 
 
-def test_watchers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_watchers_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "WATCHERS_MAX", 3)
     with DaemonRig(tmp_path / "data") as rig:
         request = apb.WatchStatsRequest(interval_seconds=0.1)

@@ -103,13 +103,13 @@ def guess(
     return costs
 
 
-def test_the_measure_tells_a_coin_from_certainty() -> None:
+def test_auc_is_one_half_for_equal_costs_and_one_for_separated_costs() -> None:
     assert auc([1, 2, 3], [4, 5, 6]) == auc([4, 5, 6], [1, 2, 3]) == 1.0
     assert auc([1, 1, 1], [1, 1]) == 0.5
     assert auc([1, 3], [2, 2]) == 0.5
 
 
-def test_a_correctly_guessed_text_takes_the_same_work_as_any_text(tmp_path: Path) -> None:
+def test_a_right_guess_of_another_tenants_text_costs_the_same_work(tmp_path: Path) -> None:
     with tenants(tmp_path, ECHO) as (rig, victim, guesser):
         told, untold = texts("p", 24), texts("q", 24)
         for prefix_id, text in told.items():
@@ -126,7 +126,7 @@ def test_a_correctly_guessed_text_takes_the_same_work_as_any_text(tmp_path: Path
 
 @pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
 @pytest.mark.timeout(3600)
-def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
+def test_a_right_guess_of_another_tenants_text_takes_the_same_time(tmp_path: Path) -> None:
     found, own = Costs([], []), Costs([], [])
 
     def seconds(client: Client, text: str, prefix_id: str) -> float:
@@ -148,7 +148,9 @@ def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
 @pytest.mark.timeout(3600)
-def test_an_id_of_another_tenant_takes_the_time_of_one_that_never_was(tmp_path: Path) -> None:
+def test_a_lookup_of_another_tenants_id_takes_the_same_time_as_an_unknown_id(
+    tmp_path: Path,
+) -> None:
     count = 2000
     with tenants(tmp_path, ECHO) as (_, victim, guesser):
         for number in range(200):

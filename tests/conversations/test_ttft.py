@@ -65,7 +65,7 @@ def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
     assert said(rig.begin("noisy", "n9", SHORT)).completed.revision == 1, "nobody is ahead of it"
 
 
-def test_who_asks_again_has_the_turn_that_waits_already(rig: TokensRig) -> None:
+def test_a_retry_attaches_to_its_waiting_turn_and_is_not_refused(rig: TokensRig) -> None:
     calls = flooded(rig)
     again = rig.begin("noisy", "n3", ENDLESS, request_id="r3")
     assert more(rig)["refused_for_ttft"] == 0
@@ -74,7 +74,7 @@ def test_who_asks_again_has_the_turn_that_waits_already(rig: TokensRig) -> None:
         call.cancel()
 
 
-def test_the_sdk_hears_when_to_come_back(rig: TokensRig) -> None:
+def test_the_sdk_error_has_the_retry_time(rig: TokensRig) -> None:
     calls = flooded(rig)
     token = rig.secrets["noisy"]
     with (
@@ -87,7 +87,7 @@ def test_the_sdk_hears_when_to_come_back(rig: TokensRig) -> None:
         call.cancel()
 
 
-def test_prompts_that_were_computed_teach_the_pace(rig: TokensRig) -> None:
+def test_the_pace_is_measured_from_computed_prompts(rig: TokensRig) -> None:
     """The echo engine predicts costs that it does not have."""
     prompts = rig.daemon.admission.prompts
     assert prompts.cost is not None
@@ -99,7 +99,7 @@ def test_prompts_that_were_computed_teach_the_pace(rig: TokensRig) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_turn_that_has_ended_is_ahead_of_nobody(rig: TokensRig, leaves: bool) -> None:
+def test_an_ended_turn_does_not_count_as_ahead(rig: TokensRig, leaves: bool) -> None:
     call = rig.begin("quiet", "c", ENDLESS if leaves else SHORT)
     if leaves:
         next(iter(call))

@@ -86,7 +86,7 @@ class Scene:
         self.interrupted.append(turn_id)
 
 
-def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
+def test_a_submitted_turn_has_the_position_of_its_tokens(turns: Turns) -> None:
     live, submit = turns.begin(begun(1, tenant="acme"), NOW)
     assert (submit.attempt_id, submit.conversation_id) == (live.attempt_id, "acme/c1")
     assert (submit.first_position, submit.history_tokens) == (10, 10)
@@ -96,7 +96,7 @@ def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
     assert turns.num_of_tenant("acme") == 1
 
 
-def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turns) -> None:
+def test_a_cancelled_turn_keeps_earlier_tokens_and_ignores_later_ones(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
     turns.take(SampledToken(live.attempt_id, 8, "a"))
@@ -114,7 +114,7 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
     assert turns.num_live == turns.num_of_tenant("") == 0
 
 
-def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Turns) -> None:
+def test_a_second_cancellation_may_keep_fewer_tokens(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
     for number, text in enumerate("abcd"):
@@ -130,7 +130,7 @@ def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Tur
     assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
 
 
-def test_to_keep_nothing_is_to_give_up(turns: Turns) -> None:
+def test_a_cancellation_that_keeps_nothing_gives_up_the_turn(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
     turns.take(SampledToken(live.attempt_id, 8, "a"))
@@ -141,7 +141,7 @@ def test_to_keep_nothing_is_to_give_up(turns: Turns) -> None:
     assert isinstance(live.failure, TurnInterrupted)
 
 
-def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
+def test_the_first_end_of_a_turn_wins(turns: Turns) -> None:
     committing, _ = turns.begin(begun(1), NOW)
     giving_up, _ = turns.begin(begun(2), NOW)
     scene = Scene(turns)
@@ -171,14 +171,14 @@ def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
         giving_up.move_to(TurnPhase.RUNNING)
 
 
-def test_what_the_store_has_interrupted_is_not_written_again(turns: Turns) -> None:
+def test_a_turn_interrupted_by_the_store_is_not_written_again(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
     scene.ends.give_up(live, is_interrupted=True)
     assert (live.finish, scene.interrupted) == (FinishReason.CANCELLED, [])
 
 
-def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
+def test_engine_events_of_an_ended_attempt_are_ignored(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
     scene = Scene(turns)
     scene.ends.give_up(live)
@@ -191,14 +191,16 @@ def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
 
 
 @pytest.mark.parametrize(("changed_at", "reason"), [(200.0, "dropped"), (50.0, "engine_restarted")])
-def test_recomputing_is_explained(turns: Turns, changed_at: float, reason: str) -> None:
+def test_the_reply_has_the_reason_for_recomputing(
+    turns: Turns, changed_at: float, reason: str
+) -> None:
     live, _ = turns.begin(begun(1, changed_at=changed_at), NOW)
     scene = Scene(turns)
     scene.ends.engine_ended(ended(live))
     assert scene.replies[0].figures["recompute_reason"] == reason
 
 
-def test_the_engines_reasons_are_errors_of_ours() -> None:
+def test_failure_reasons_of_the_engine_become_pensieve_errors() -> None:
     assert isinstance(failure_of("QUEUE_FULL"), QueueFull)
     assert "not numbers" in str(failure_of("NAN_LOGITS"))
     assert "(NO_TOKENS)" in str(failure_of("NO_TOKENS"))

@@ -153,7 +153,7 @@ def slow(tmp_path: Path) -> Iterator[Bindings]:
         yield bindings
 
 
-def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
+def test_twenty_stateless_turns_use_one_conversation_and_recompute_nothing(
     bindings: Bindings,
 ) -> None:
     talk = Talk(bindings)
@@ -173,7 +173,7 @@ def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
     assert bindings.texts(bound.conversation_id)[:2] == ["Be brief.", "Question 0"]
 
 
-def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bindings) -> None:
+def test_stateless_turns_have_the_same_log_as_turns_by_conversation_id(bindings: Bindings) -> None:
     """Compare every token. The echo engine's replies depend on all tokens before them."""
     bindings.rig.stub.CreateConversation(
         pb.CreateConversationRequest(conversation_id="named", system_prompt="Be brief.")
@@ -187,7 +187,9 @@ def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bind
     assert bindings.token_ids(bound.conversation_id) == bindings.token_ids("named")
 
 
-def test_an_edited_message_is_a_fork_that_shares_what_is_before_it(bindings: Bindings) -> None:
+def test_an_edited_message_makes_a_fork_that_shares_the_messages_before_it(
+    bindings: Bindings,
+) -> None:
     talk = Talk(bindings)
     first = talk.say("One")
     talk.say("Two")
@@ -207,7 +209,7 @@ def test_an_edited_message_is_a_fork_that_shares_what_is_before_it(bindings: Bin
     assert len(bindings.ids) == 2
 
 
-def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
+def test_a_regenerated_reply_makes_a_fork(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     talk.say("Two")
@@ -221,7 +223,7 @@ def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
     assert (first_again.how, first_again.num_known_messages) == (BindingKind.NEW, 0)
 
 
-def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
+def test_an_edited_reply_makes_a_fork_at_the_last_known_message(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     talk.say("Two")
@@ -232,7 +234,7 @@ def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
     assert talk.say("Four").how is BindingKind.APPENDED
 
 
-def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Bindings) -> None:
+def test_two_clients_with_the_same_history_get_separate_conversations(slow: Bindings) -> None:
     talk = Talk(slow)
     talk.say("One")
     chat = replace(talk.chat, messages=(*talk.messages, Message("user", "Two")))
@@ -243,7 +245,9 @@ def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Binding
     assert one.conversation_id != other.conversation_id
 
 
-def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> None:
+def test_client_sessions_with_the_same_history_get_separate_conversations(
+    bindings: Bindings,
+) -> None:
     tabs = [
         Talk(
             bindings, stateless((), chain=ChainEnd(client_session=session_digest(f"tab {number}")))
@@ -260,7 +264,7 @@ def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> No
     assert (moved.how, moved.num_known_messages) == (BindingKind.FORKED, 6)
 
 
-def test_other_tools_or_options_begin_anew_and_tenants_never_meet(bindings: Bindings) -> None:
+def test_a_history_of_another_tenant_is_not_found(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     other = Talk(bindings, replace(talk.chat, tenant="another"), list(talk.messages))
@@ -268,7 +272,7 @@ def test_other_tools_or_options_begin_anew_and_tenants_never_meet(bindings: Bind
     assert talk.say("Two").how is BindingKind.APPENDED
 
 
-def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: Bindings) -> None:
+def test_choices_are_forks_and_each_can_be_continued(slow: Bindings) -> None:
     talk = Talk(slow)
     talk.say("One")
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
@@ -292,7 +296,7 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     assert [each.how for each in fresh] == [BindingKind.NEW, BindingKind.NEW]
 
 
-def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> None:
+def test_choices_of_a_new_history_share_the_prompt(slow: Bindings) -> None:
     """The first choice computes the prompt. The others start after the prompt, as forks."""
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (Message("system", "Be brief."), Message("user", "word " * 300))
@@ -308,7 +312,7 @@ def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> Non
     slow.check()
 
 
-def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
+def test_a_disconnect_before_the_prompt_is_computed_leaves_no_choices(
     tmp_path: Path,
 ) -> None:
     with Bindings(tmp_path / "data", program=(*ECHO, "--seconds=0.2")) as found:
@@ -328,7 +332,7 @@ def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
         found.check()
 
 
-def test_a_request_that_is_refused_creates_no_conversation(
+def test_a_refused_request_creates_no_conversation(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created: list[str] = []
@@ -362,7 +366,7 @@ def calls_reader(pieces: Sequence[Piece]) -> Message:
     return Message("assistant", text, tool_calls=(ToolCall("f", {"n": len(text)}, "server-id"),))
 
 
-def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings) -> None:
+def test_tool_calls_are_matched_even_if_the_client_rewrites_them(bindings: Bindings) -> None:
     chat = stateless((), chain=ChainEnd(reply_reader=calls_reader))
     messages = [Message("system", "Act."), Message("user", "Go")]
     for number in range(5):
@@ -375,7 +379,7 @@ def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings
     assert bindings.ids == [bound.conversation_id]
 
 
-def test_thinking_that_a_client_drops_does_not_lose_the_history(
+def test_a_history_is_found_even_if_the_client_drops_thinking(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second token is marked as thinking, as the marks of a model would do."""
@@ -410,7 +414,9 @@ def test_conversations_with_the_same_beginning_share_kv(bindings: Bindings) -> N
     bindings.one(stateless((spaced, Message("user", "Third"))))
 
 
-def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bindings) -> None:
+def test_a_tenants_prefix_with_a_generated_name_does_not_disturb_the_binder(
+    bindings: Bindings,
+) -> None:
     from pensieve.conversations.binding.chain import prefix_id
 
     name = prefix_id("Be brief.", ())
@@ -453,7 +459,7 @@ def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -
     assert talk.say("Three").conversation_id == kept
 
 
-def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindings) -> None:
+def test_an_invalid_request_leaves_no_conversation_or_lookup_behind(bindings: Bindings) -> None:
     talk = Talk(bindings)
     kept = talk.say("One").conversation_id
     unknown = ConversationSettings("", template_options={"no_such": 1})
@@ -478,7 +484,7 @@ def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindi
     assert not bindings.binder._num_lookups[""]
 
 
-def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_answered(
+def test_a_full_daemon_refuses_new_requests_and_answers_known_ones(
     tmp_path: Path,
 ) -> None:
     config = DaemonConfig(live_turns_max=1, grace_seconds=0.2)
@@ -497,7 +503,7 @@ def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_ans
         wait_for(lambda: bindings.ids == [answered.conversation_id])
 
 
-def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
+def test_a_repeated_request_gets_the_same_turn(slow: Bindings) -> None:
     """Requests that were new, appended or forked are sent again, while they run and after they have ended."""
     opening = stateless((Message("user", "One"),), request_id="first / ünïcode")
     runs, attached = slow.begin(opening, 2), slow.begin(opening, 2)
@@ -529,7 +535,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
 
 @pytest.mark.parametrize("how", [BindingKind.NEW, BindingKind.APPENDED, BindingKind.FORKED])
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
+def test_an_idempotency_key_with_another_body_is_refused(
     slow: Bindings, how: BindingKind, is_running: bool
 ) -> None:
     talk = Talk(slow)
@@ -560,7 +566,7 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
         slow.leave(first)
 
 
-def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
+def test_concurrent_identical_requests_are_one_turn(slow: Bindings) -> None:
     chat = stateless((Message("user", "One"),), request_id="r")
 
     async def both() -> list[list[BoundTurn]]:
@@ -577,7 +583,7 @@ def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
     assert not slow.rig.daemon.conversations.arriving._beginning
 
 
-def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
+def test_an_interrupted_request_can_run_again(slow: Bindings) -> None:
     talk = Talk(slow)
     talk.say("One")
     long = TurnOptions(Sampling(max_tokens=30, ignore_eos=True))
@@ -590,7 +596,7 @@ def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
         assert again.live.num_tokens == 30
 
 
-def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
+def test_a_forgotten_idempotency_key_begins_a_new_turn_with_the_same_history(
     slow: Bindings,
 ) -> None:
     one = (Message("user", "One"),)
@@ -614,7 +620,9 @@ def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
         assert again.conversation_id not in {each.conversation_id for each in before}
 
 
-def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) -> None:
+def test_many_concurrent_clients_with_one_history_get_separate_conversations(
+    bindings: Bindings,
+) -> None:
     """The first request is appended, the others fork. Each history has its own question."""
     talk = Talk(bindings)
     talk.say("One")
@@ -636,7 +644,7 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
         assert bindings.texts(each.conversation_id)[2] == f"Two {number}"
 
 
-def test_a_conversation_that_goes_between_the_look_and_the_turn(
+def test_a_conversation_deleted_between_lookup_and_begin_is_looked_up_again(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The binder then looks again. Here it finds nothing, so the whole history is new."""
@@ -658,7 +666,7 @@ def test_a_conversation_that_goes_between_the_look_and_the_turn(
     assert bindings.texts(bound.conversation_id)[0] == "One"
 
 
-def test_a_turn_that_comes_between_the_look_and_the_turn(
+def test_another_turn_between_lookup_and_begin_causes_a_fork(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Talk(bindings)
@@ -682,7 +690,7 @@ def test_a_turn_that_comes_between_the_look_and_the_turn(
 
 
 @pytest.mark.parametrize("request_id", ["", "again"])
-def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
+def test_no_request_appends_to_a_fork_whose_first_turn_is_about_to_begin(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
     """Another request with the same history must not find the fork idle and append to it."""
@@ -713,7 +721,7 @@ def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
     assert bindings.texts(other.conversation_id)[2] == "Four"
 
 
-def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
+def test_a_deleted_conversation_is_no_longer_found(bindings: Bindings) -> None:
     talk = Talk(bindings)
     first = talk.say("One").conversation_id
     bindings.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=first))
@@ -721,7 +729,7 @@ def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
     assert bindings.ids == [talk.say("Three").conversation_id]
 
 
-def test_chains_grow_old(tmp_path: Path) -> None:
+def test_digests_are_forgotten_after_chain_keep_seconds(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with bindings_over(
         data, config=DaemonConfig(grace_seconds=0.2, chain_keep_seconds=3600.0)
@@ -745,7 +753,7 @@ def num_chains(store: ConversationStore) -> int:
         return count
 
 
-def test_a_reply_that_cannot_be_read_is_stored_and_not_found(bindings: Bindings) -> None:
+def test_an_unreadable_reply_is_stored_but_not_matched_later(bindings: Bindings) -> None:
     def fails(pieces: Sequence[Piece]) -> Message:
         raise ValueError("not like that")
 
