@@ -30,23 +30,23 @@ from tests.cluster.sharing import needs_sqlite
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "backup.md"
-OFTEN = "from pensieve.conversations import backing_up; backing_up.SECONDS = 0.1"
+FREQUENT_BACKUPS = "from pensieve.conversations import backing_up; backing_up.SECONDS = 0.1"
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_backups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing_up, "SECONDS", 0.02)
     monkeypatch.setattr(backing_up, "PAUSE_SHARE", 0.0)
 
 
-def rig_of(folder: Path, keep_seconds: float = 0.0) -> DaemonRig:
+def rig_with_backup(folder: Path, keep_seconds: float = 0.0) -> DaemonRig:
     config = BackupConfig(folder / "backup", keep_seconds)
     return DaemonRig(folder / "data", config=DaemonConfig(grace_seconds=0.2, backup=config))
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
-    with rig_of(tmp_path) as rig:
+    with rig_with_backup(tmp_path) as rig:
         wait_for(lambda: (tmp_path / "backup").exists() and points(tmp_path / "backup"))
         yield rig
 
@@ -146,7 +146,7 @@ def test_an_unresponsive_backup_folder_does_not_block_turns_deletions_or_shutdow
 
     monkeypatch.setattr(backing_up, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(backing_up, "SLOW_SECONDS", 0.1)
-    with rig_of(tmp_path) as rig:
+    with rig_with_backup(tmp_path) as rig:
         wait_for(lambda: folder.exists() and points(folder))
         monkeypatch.setattr(backup, "new_file", hang)
         rig.ask("tea", "a secret")
@@ -165,11 +165,11 @@ def test_new_generations_begin_and_old_generations_are_deleted(
     monkeypatch.setattr(backup, "GENERATION_SECONDS", 0.1)
     folder = tmp_path / "backup"
 
-    def is_there() -> bool:
+    def is_in_backup() -> bool:
         files = [file for file in folder.rglob("*") if file.is_file()]
         return any(b"a secret" in file.read_bytes() for file in files)
 
-    with rig_of(tmp_path, keep_seconds=0.3) as rig:
+    with rig_with_backup(tmp_path, keep_seconds=0.3) as rig:
         rig.ask("tea", "a secret")
         delete(rig, "tea")
 
@@ -179,7 +179,7 @@ def test_new_generations_begin_and_old_generations_are_deleted(
 
         wait_for(is_dropped)
     assert len(points(folder)) > 1
-    assert not is_there()
+    assert not is_in_backup()
 
 
 def test_the_backup_command_copies_a_history_that_a_daemon_serves(
@@ -234,7 +234,7 @@ def test_the_drill_in_the_docs_works_as_written(
             words = shlex.split(line)
             if words[:2] == ["pensieve", "serve"]:
                 ready = tmp_path / f"ready-{len(daemons)}"
-                program = f"{OFTEN}; from pensieve.cli.main import main; main()"
+                program = f"{FREQUENT_BACKUPS}; from pensieve.cli.main import main; main()"
                 words = [sys.executable, "-c", program, *words[1:], "--ready-file", str(ready)]
                 daemons.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
                 wait_for(ready.exists)
@@ -252,12 +252,12 @@ def test_the_drill_in_the_docs_works_as_written(
     assert any("nothing is wrong" in each for each in outputs)
 
 
-class Sharing:
+class SharingDaemon:
     """`pensieve serve` on a history file, with a backup every tenth of a second."""
 
     def __init__(self, folder: Path, name: str) -> None:
         ready = folder / f"{name}.ready"
-        program = f"{OFTEN}; from pensieve.cli.main import main; main()"
+        program = f"{FREQUENT_BACKUPS}; from pensieve.cli.main import main; main()"
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", program, "serve", "--data", str(folder / name)),
@@ -293,7 +293,7 @@ def test_another_daemon_takes_over_the_backup_of_a_shared_file(
         return False
 
     with contextlib.ExitStack() as stack:
-        one, two = (Sharing(tmp_path, name) for name in ("one", "two"))
+        one, two = (SharingDaemon(tmp_path, name) for name in ("one", "two"))
         for each in (one, two):
             stack.callback(each.end)
         two.say("hello")

@@ -16,9 +16,9 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import (
     ECHO,
     DaemonRig,
+    blocked_store,
     details,
-    said,
-    stopped_store,
+    read_turn,
     wait_for,
 )
 from tests.conversations.test_daemon import wrong_tokens
@@ -129,7 +129,7 @@ def test_cancelling_an_ended_turn_changes_nothing_and_returns_its_finish_reason(
 def test_a_turn_cancelled_before_it_begins_ends_once_it_has_begun(rig: DaemonRig) -> None:
     rig.ask("c", "before", sampling=SHORT)
     with ThreadPoolExecutor(1) as pool:
-        with stopped_store(rig):
+        with blocked_store(rig):
             stream = rig.send("c", "hello", request_id="r", sampling=LONG)
             wait_for(lambda: rig.daemon.conversations.arriving.num_turns)
             stream.cancel()
@@ -143,7 +143,7 @@ def test_a_cancellation_waits_for_an_end_that_is_being_stored(rig: DaemonRig) ->
     stream = rig.send("c", "hello", request_id="r", sampling=SHORT)
     next(stream)
     with ThreadPoolExecutor(1) as pool:
-        with stopped_store(rig):
+        with blocked_store(rig):
             num_lanes = rig.daemon.store.num_lanes
             wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == num_lanes + 1)
             ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
@@ -151,7 +151,7 @@ def test_a_cancellation_waits_for_an_end_that_is_being_stored(rig: DaemonRig) ->
             wait_for(lambda: sum(map(len, followers.values())) == 2)  # the stream, the cancellation
             assert not ended.done()
         assert ended.result() == (True, pb.FINISH_REASON_LENGTH)
-    assert said(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH
+    assert read_turn(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH
     assert len(rig.messages("c")) == 2
 
 
@@ -159,7 +159,7 @@ def test_a_reader_that_received_more_than_was_kept_gets_turn_interrupted(rig: Da
     stream = begin(rig, "c", 10)
     assert cancel(rig, "c", keep_tokens=3) == (True, pb.FINISH_REASON_CANCELLED)
     with pytest.raises(grpc.RpcError) as error:
-        said(stream)
+        read_turn(stream)
     assert error.value.code() is grpc.StatusCode.ABORTED
     assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
     replay = rig.ask("c", "hello", request_id="r", sampling=LONG)
@@ -170,7 +170,7 @@ def test_other_readers_get_turn_interrupted_if_nothing_is_kept(rig: DaemonRig) -
     stream = begin(rig, "c", 3)
     assert cancel(rig, "c", keep_tokens=0) == (True, 0)
     with pytest.raises(grpc.RpcError) as error:
-        said(stream)
+        read_turn(stream)
     assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
 
 

@@ -18,7 +18,7 @@ from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, details, read_turn, wait_for
 
 TOKENIZER = Tokenizer.load(MODEL_PATH)
 END_ID = 2
@@ -97,7 +97,7 @@ def test_the_same_request_id_attaches_to_the_running_turn(slow: DaemonRig) -> No
     assert started.sequence == 1
     assert not started.started.replayed
     slow.stub.CancelTurn(pb.CancelTurnRequest(conversation_id="attach"))
-    one, other = said(first), said(second)
+    one, other = read_turn(first), read_turn(second)
     assert one.completed == other.completed
     assert len(other.token_ids) >= len(one.token_ids) + 19
     assert other.token_ids == list(slow.messages("attach")[1].token_ids)
@@ -131,7 +131,7 @@ def test_a_cancelled_turn_keeps_the_delivered_tokens(slow: DaemonRig) -> None:
     assert not wrong.was_running
     answer = slow.stub.CancelTurn(pb.CancelTurnRequest(conversation_id="cancel", turn_id=turn_id))
     assert answer.was_running
-    rest = said(running)
+    rest = read_turn(running)
     assert rest.completed.finish_reason == pb.FINISH_REASON_CANCELLED
     reply = slow.messages("cancel")[1]
     assert list(reply.token_ids)[-len(rest.token_ids) :] == rest.token_ids or not rest.token_ids
@@ -183,7 +183,7 @@ def test_after_an_engine_kill_a_retry_recomputes_the_history(slow: DaemonRig) ->
     next(running)
     os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
     with pytest.raises(grpc.RpcError) as error:
-        said(running)
+        read_turn(running)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert details(error.value)["RetryInfo"].retry_delay.ToMilliseconds() == 200
     wait_for(lambda: slow.daemon.serving)
@@ -221,7 +221,7 @@ def test_deleting_ends_the_turn_and_forgets_the_conversation(slow: DaemonRig) ->
     next(running)
     slow.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="secret"))
     with pytest.raises(grpc.RpcError) as error:
-        said(running)
+        read_turn(running)
     assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
     with pytest.raises(grpc.RpcError) as error:
         slow.stub.GetConversation(pb.GetConversationRequest(conversation_id="secret"))
@@ -377,7 +377,7 @@ def test_draining_refuses_new_turns_and_finishes_running_turns(tmp_path: Path) -
         with pytest.raises(grpc.RpcError) as error:
             rig.ask("other", "hello")
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert len(said(running).token_ids) == 100
+        assert len(read_turn(running).token_ids) == 100
         done.join()
 
 

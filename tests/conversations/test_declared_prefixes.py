@@ -15,8 +15,8 @@ from pensieve.v1 import admin_pb2, conversation_pb2_grpc
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import (
     DaemonRig,
-    Said,
     ServeProcess,
+    StreamedTurn,
     details,
     send_signal,
     wait_for,
@@ -49,7 +49,7 @@ def create(rig: DaemonRig, name: str, prefix_id: str = "rules", **fields: Any) -
     return rig.stub.CreateConversation(request).conversation
 
 
-def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> Said:
+def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> StreamedTurn:
     create(rig, name, prefix_id)
     return rig.ask(name, text, sampling=SHORT)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conversations.rig_daemon import DaemonRig, send_signal, wait_for
 
-SAYS = "import os, sys; os._exit(int(sys.argv[1]))"
+EXITS = "import os, sys; os._exit(int(sys.argv[1]))"
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_the_log_names_the_signal_that_killed_the_engine(
 
 
 def test_the_error_names_the_exit_code_of_the_engine(tmp_path: Path) -> None:
-    program = (sys.executable, "-c", SAYS, "7")
+    program = (sys.executable, "-c", EXITS, "7")
     with (
         pytest.raises(Exception, match="ended with exit code 7 while it was starting"),
         DaemonRig(tmp_path / "data", program=program),

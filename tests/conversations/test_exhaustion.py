@@ -103,7 +103,7 @@ def test_messages_that_wait_for_a_stopped_engine_are_limited(tmp_path: Path) -> 
                 except Unavailable:
                     engine.put(CancelTurn(1, 0))  # messages that only free resources are accepted
                     return int(vars(engine)["_writer"].transport.get_write_buffer_size())
-            raise AssertionError("it is without bounds")
+            raise AssertionError("the number of messages is not limited")
 
         num_unsent = rig.call(fill())
         assert 0 < num_unsent <= UNSENT_BYTES_MAX + (2 << 20)
@@ -141,12 +141,12 @@ def test_put_when_there_is_room_blocks_while_the_mailbox_is_full() -> None:
     box = Mailbox(messages_max=2)
     for number in (1, 2):
         box.put_when_there_is_room(GetStats(number))
-    bringer = threading.Thread(target=box.put_when_there_is_room, args=(GetStats(3),))
-    bringer.start()
-    bringer.join(0.05)
-    assert bringer.is_alive()
+    putting = threading.Thread(target=box.put_when_there_is_room, args=(GetStats(3),))
+    putting.start()
+    putting.join(0.05)
+    assert putting.is_alive()
     assert box.drain() == [GetStats(1), GetStats(2)]
-    bringer.join(10)
+    putting.join(10)
     assert box.drain() == [GetStats(3)]
     box.close("bye")
     with pytest.raises(Unavailable, match="bye"):

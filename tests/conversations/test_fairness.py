@@ -24,7 +24,7 @@ from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import http_rig
-from tests.conversations.rig_daemon import PATIENCE_SECONDS, DaemonRig, stopped_store, wait_for
+from tests.conversations.rig_daemon import PATIENCE_SECONDS, DaemonRig, blocked_store, wait_for
 
 # -- the pool --
 
@@ -157,7 +157,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
 
 def test_reads_do_not_wait_for_writes(rig: DaemonRig) -> None:
     rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
-    with stopped_store(rig):
+    with blocked_store(rig):
         stub, seconds = rig.stub, 20.0
         read = stub.ListMessages(pb.ListMessagesRequest(conversation_id="c"), timeout=seconds)
         assert len(read.messages) == 2
@@ -267,7 +267,7 @@ def test_a_turn_overtakes_the_queued_jobs_of_a_flooding_tenant(rig: DaemonRig) -
                 rig.daemon.threads.spawn(job)
 
     history.begin_if_short = noted  # type: ignore[method-assign, assignment]
-    with stopped_store(rig):
+    with blocked_store(rig):
         rig.call(flood())
         stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))
         wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)

@@ -147,11 +147,11 @@ def test_a_deletion_that_uses_the_reserve_returns_freed_pages_at_once(
     tmp_path: Path,
 ) -> None:
     from tests.store.talk import create, reply, say
-    from tests.store.talk import user as said
+    from tests.store.talk import user as user_message
 
     with ConversationStore.open(tmp_path / "data", "test") as store:
         create(store, "tea")
-        say(store, "tea", "r", said("x" * 300_000, 1), reply("y" * 300_000, 2))
+        say(store, "tea", "r", user_message("x" * 300_000, 1), reply("y" * 300_000, 2))
         writer: Any = store._writer
         writer.truncate_journal()
         before = store.folder.database_bytes

@@ -57,7 +57,7 @@ def history_of(store: ConversationStore, template: ChatTemplate) -> History:
 
 
 @pytest.fixture(autouse=True)
-def _limits_as_before() -> Iterator[None]:
+def _reset_tokenizer_limits() -> Iterator[None]:
     """Reset the limit that a history sets in its tokenizer, because tests share tokenizers."""
     yield
     for family in (LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3):
@@ -100,7 +100,9 @@ def say(history: History, store: ConversationStore, name: str, text: str) -> Non
     store.finish_turn(begun.turn.turn_id, reply, "length", {})
 
 
-def opened(template: ChatTemplate, messages: list[Message], setting: TemplateSetting) -> list[int]:
+def opening_tokens(
+    template: ChatTemplate, messages: list[Message], setting: TemplateSetting
+) -> list[int]:
     return template.tokenizer.encode(template.render(messages, setting), at_start=True).ids
 
 
@@ -119,7 +121,9 @@ def test_a_prefix_may_consist_of_tools_only(store: ConversationStore, family: Fa
         log += ids
     tools = store.get_conversation("c").tools
     assert tools == (TOOL,)
-    whole = opened(template, [Message("user", "Is it far?")], TemplateSetting(tools, options))
+    whole = opening_tokens(
+        template, [Message("user", "Is it far?")], TemplateSetting(tools, options)
+    )
     assert log == whole
 
 
@@ -133,7 +137,7 @@ def test_a_template_without_a_fixed_head_tokenizes_the_prefix_in_the_first_turn(
     create(history, "c")
     (ids,) = drafted(history, "c", "So?").prompt()
     before = [Message("system", "Be brief."), *SHOTS]
-    assert ids == opened(template, [*before, Message("user", "So?")], TemplateSetting())
+    assert ids == opening_tokens(template, [*before, Message("user", "So?")], TemplateSetting())
     say(history, store, "c", "So?")
     store.rewind_conversation("c", 0)
     assert drafted(history, "c", "So?").prompt() == [ids]
@@ -160,10 +164,10 @@ def test_a_prefix_and_its_conversations_are_tokenized_again_for_another_template
         log = [*store.log(name)] if name == "new" else head.token_ids
         for ids in drafted(again, name, "So?").prompt():
             log = [*log, *ids]
-        assert log == opened(other, [*first, Message("user", "So?")], TemplateSetting())
+        assert log == opening_tokens(other, [*first, Message("user", "So?")], TemplateSetting())
         assert [*store.log(name)] == head.token_ids
     drafted(again, "said", "And now?")  # this tokenizes the conversation again
-    asked = opened(other, [*first, Message("user", "Is it far?")], TemplateSetting())
+    asked = opening_tokens(other, [*first, Message("user", "Is it far?")], TemplateSetting())
     yes = other.tokenizer.encode_text("yes")
     assert [*store.log("said")] == [*asked, *yes] != qwen
     store.rewind_conversation("said", 0)
@@ -239,7 +243,7 @@ def test_a_given_history_with_tool_calls_continues_with_its_original_tokens(stor
     first = [message_of(each) for each in messages[:5]]
     log = list(store.log("c"))[: -messages[5].num_tokens]
     setting = setting_of(store.get_conversation("c"))
-    assert log == opened(again._template, first, setting)
+    assert log == opening_tokens(again._template, first, setting)
 
 
 def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> None:
@@ -253,7 +257,7 @@ def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> 
     assert draft.conversation.fingerprint == other._fingerprint
     log = list(store.log("c"))
     first = [message_of(each) for each in store.messages("c")[:4]]
-    before = opened(other._template, first, setting_of(draft.conversation))
+    before = opening_tokens(other._template, first, setting_of(draft.conversation))
     assert log[: len(before)] == before
 
 

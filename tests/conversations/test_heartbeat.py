@@ -14,7 +14,7 @@ def ticks_until_it_hangs(heartbeat: Heartbeat, num_rounds: int | None = None) ->
             return number
         if num_rounds is not None:
             heartbeat.alive(num_rounds)
-    raise AssertionError("it is never held to hang")
+    raise AssertionError("the engine never counts as hanging")
 
 
 def test_a_silent_engine_counts_as_hanging_after_the_heartbeat_limit() -> None:

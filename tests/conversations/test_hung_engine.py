@@ -28,7 +28,7 @@ from tests.conversations.rig_daemon import (
     ECHO,
     DaemonRig,
     ServeProcess,
-    said,
+    read_turn,
     send_signal,
     wait_for,
 )
@@ -139,13 +139,13 @@ def test_a_killed_engine_that_does_not_exit_is_logged_and_waited_for(
         wait = process.wait
         killed: list[Any] = []
 
-        def lasts(timeout: float | None = None) -> int:
+        def does_not_end(timeout: float | None = None) -> int:
             if len(killed) < 4:  # the first call asks how the process ended
                 killed.append(1)
                 raise subprocess.TimeoutExpired("engine", timeout or 0.0)
             return int(wait(timeout))
 
-        monkeypatch.setattr(process, "wait", lasts)
+        monkeypatch.setattr(process, "wait", does_not_end)
         os.kill(process.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
         assert caplog.text.count("was killed but does not end") == 3
@@ -156,13 +156,13 @@ def test_a_daemon_stops_even_if_its_engine_does_not_exit(
 ) -> None:
     monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.1)
 
-    def lasts(timeout: float) -> int:
+    def does_not_end(timeout: float) -> int:
         raise subprocess.TimeoutExpired("engine", timeout)
 
     with caplog.at_level(logging.ERROR, "pensieve"), DaemonRig(tmp_path / "data") as rig:
         process = rig.daemon.engine._process
         assert process is not None
-        monkeypatch.setattr(process, "wait", lasts)
+        monkeypatch.setattr(process, "wait", does_not_end)
     assert "was killed but does not end" in caplog.text
     monkeypatch.undo()
     process.wait(30)
@@ -171,8 +171,8 @@ def test_a_daemon_stops_even_if_its_engine_does_not_exit(
 # -- a supervisor that cannot stop silently --
 
 
-def wrong(*arguments: Any) -> None:
-    raise ZeroDivisionError("nobody foresaw this")
+def raise_unexpected(*arguments: Any) -> None:
+    raise ZeroDivisionError("an unexpected error of the test")
 
 
 @pytest.mark.parametrize("when", ["engine_down", "engine_up", "_reap"])
@@ -186,14 +186,14 @@ def test_a_failed_supervisor_ends_the_service(
         events = rig.send("c", "hello", sampling=LONG)
         next(events)
         engine, events_of_daemon = rig.daemon.engine, rig.daemon.events
-        monkeypatch.setattr(engine if when == "_reap" else events_of_daemon, when, wrong)
+        monkeypatch.setattr(engine if when == "_reap" else events_of_daemon, when, raise_unexpected)
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(rig.server.stopping.is_set)
-        assert "nobody foresaw this" in str(rig.server.failure)
+        assert "an unexpected error of the test" in str(rig.server.failure)
         monkeypatch.undo()
     assert "the engine's supervisor failed" in caplog.text
     with pytest.raises(grpc.RpcError):
-        said(events)
+        read_turn(events)
 
 
 def test_an_engine_start_that_fails_unexpectedly_is_retried(
@@ -206,22 +206,22 @@ def test_an_engine_start_that_fails_unexpectedly_is_retried(
         async def fail_twice() -> Any:
             if failures[0]:
                 failures[0] -= 1
-                wrong()
+                raise_unexpected()
             return await spawn()
 
         monkeypatch.setattr(engine, "_spawn", fail_twice)
         send_signal(engine.pid, signal.SIGKILL)
         wait_for(lambda: engine.num_restarts == 1)
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
-        assert caplog.text.count("nobody foresaw this") >= 2
+        assert caplog.text.count("an unexpected error of the test") >= 2
 
 
 def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     program = (
         "import sys; from pensieve.conversations.daemon import Daemon; from pensieve.cli.main import main\n"
-        "def wrong(self, reason): raise ZeroDivisionError('nobody foresaw this')\n"
-        "Daemon._on_down = wrong; sys.exit(main(sys.argv[1:]))"
+        "def raise_unexpected(self, reason): raise ZeroDivisionError('an unexpected error of the test')\n"
+        "Daemon._on_down = raise_unexpected; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen(
         [
@@ -236,11 +236,11 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
     wait_for(lambda: ready.exists() or process.poll() is not None)
     (engine,) = fork_server.children_of(process.pid)
     os.kill(engine, signal.SIGKILL)
-    _, told = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    last = told.splitlines()[-1]
+    last = stderr.splitlines()[-1]
     assert last.startswith("pensieve: the daemon failed")
-    assert "nobody foresaw this" in last
+    assert "an unexpected error of the test" in last
 
 
 @pytest.mark.parametrize("where", ["interrupt", "fail", "finish"])
@@ -251,9 +251,9 @@ def test_a_turn_ends_even_if_storing_its_end_fails_unexpectedly(
     faults = tmp_path / "faults"
     with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults))) as rig:
         history = rig.daemon.conversations._history
-        monkeypatch.setattr(history, where, wrong)
+        monkeypatch.setattr(history, where, raise_unexpected)
         if where != "interrupt":
-            monkeypatch.setattr(history, "interrupt", wrong)
+            monkeypatch.setattr(history, "interrupt", raise_unexpected)
         faults.write_text({"interrupt": "memory", "fail": "nan", "finish": ""}[where])
         with pytest.raises(grpc.RpcError) as caught:
             rig.ask("c", "hello", sampling=SHORT, seconds=30)
@@ -268,7 +268,7 @@ def test_a_turn_whose_log_cannot_be_read_ends_with_an_internal_error(
         rig.ask("c", "hello", sampling=SHORT)
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
-        monkeypatch.setattr(rig.daemon.conversations._history, "log_for", wrong)
+        monkeypatch.setattr(rig.daemon.conversations._history, "log_for", raise_unexpected)
         with pytest.raises(grpc.RpcError) as caught:
             rig.ask("c", "again", sampling=SHORT, seconds=30)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
@@ -301,7 +301,7 @@ def test_the_last_messages_of_an_engine_with_unread_input_are_received() -> None
 
 def test_an_unexpected_error_in_a_background_task_ends_the_service(tmp_path: Path) -> None:
     async def fail() -> None:
-        wrong()
+        raise_unexpected()
 
     with DaemonRig(tmp_path / "data") as rig:
 
@@ -310,4 +310,4 @@ def test_an_unexpected_error_in_a_background_task_ends_the_service(tmp_path: Pat
 
         rig.call(spawn())
         wait_for(rig.server.stopping.is_set)
-        assert "nobody foresaw this" in str(rig.server.failure)
+        assert "an unexpected error of the test" in str(rig.server.failure)

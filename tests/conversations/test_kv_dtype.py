@@ -34,7 +34,7 @@ FIRED = (
 )
 
 
-class SameModel(Reference):
+class Int8KvReference(Reference):
     """The same model with KV of the same type, run over a whole log at once."""
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_every_int8_reply_under_pressure_equals_a_single_pass_over_its_log(
         total.update({name: int(value) for name, value in now.items() if name in FIRED})
         assert now["chunks_damaged"] == 0
         assert query(runtime, CheckIntegrity(2)).problems == ()
-        reference = SameModel(folder)
+        reference = Int8KvReference(folder)
         counts = [reference.wrong_tokens(runtime, name) for name in crowd.names]
     assert not [name for name in FIRED if not total[name]], f"never happened: {dict(total)}"
     sampled, wrong, near = (sum(column) for column in zip(*counts, strict=True))

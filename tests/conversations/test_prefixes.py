@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import DaemonRig, Said
+from tests.conversations.rig_daemon import DaemonRig, StreamedTurn
 
 SHORT = pb.Sampling(max_tokens=8, ignore_eos=True)
 RULES = "Answer in one short sentence, and never guess. " * 6
@@ -19,7 +19,7 @@ def rig(tmp_path: Path) -> DaemonRig:
     return DaemonRig(tmp_path / "data")
 
 
-def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> Said:
+def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> StreamedTurn:
     rig.stub.CreateConversation(
         pb.CreateConversationRequest(conversation_id=name, system_prompt=RULES, prefix_id=prefix_id)
     )

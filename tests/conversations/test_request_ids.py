@@ -17,7 +17,7 @@ from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.store.records import BeginResult
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, read_turn, wait_for
 from tests.guard.test_tenants import TokensRig
 
 SHORT = pb.Sampling(max_tokens=4, ignore_eos=True)
@@ -180,7 +180,7 @@ def test_a_turn_that_already_runs_here_is_not_started_a_second_time(
 
         assert rig.call(found(live.request)) == [live, live]
         assert rig.num_live == 1
-        assert said(stream).completed.revision == 1
+        assert read_turn(stream).completed.revision == 1
 
 
 def test_waiting_requests_of_a_tenant_use_limited_memory(tmp_path: Path) -> None:

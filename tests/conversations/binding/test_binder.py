@@ -84,18 +84,18 @@ class Bindings:
         except PensieveError:
             assert bound.live.failure is not None
 
-    def all_of(self, chat: TurnRequest, num_choices: int = 1) -> list[BoundTurn]:
+    def run_all(self, chat: TurnRequest, num_choices: int = 1) -> list[BoundTurn]:
         found = self.begin(chat, num_choices)
         for each in found:
             wait_for(lambda live=each.live: live.finish is not None)
         return found
 
-    def one(self, chat: TurnRequest) -> BoundTurn:
-        (found,) = self.all_of(chat)
+    def run_one(self, chat: TurnRequest) -> BoundTurn:
+        (found,) = self.run_all(chat)
         assert found.live.failure is None
         return found
 
-    def leave(self, bound: BoundTurn) -> None:
+    def disconnect(self, bound: BoundTurn) -> None:
         async def drop() -> None:
             self.rig.daemon.conversations.ends.give_up(bound.live)
             await self.rig.daemon.conversations.followers.until_ended(bound.live)
@@ -129,7 +129,7 @@ class Talk:
     def say(self, text: str, **options: Any) -> BoundTurn:
         self.messages.append(Message("user", text))
         chat = replace(self.chat, messages=tuple(self.messages), **options)
-        bound = self.bindings.one(chat)
+        bound = self.bindings.run_one(chat)
         self.messages.append(Message("assistant", f" {bound.live.text}\n"))
         return bound
 
@@ -277,7 +277,7 @@ def test_choices_are_forks_and_each_can_be_continued(slow: Bindings) -> None:
     talk.say("One")
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (*talk.messages, Message("user", "Two"))
-    bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 3)
+    bounds = slow.run_all(stateless(messages, TurnOptions(sampling)), 3)
     assert [each.how for each in bounds] == [
         BindingKind.APPENDED,
         BindingKind.FORKED,
@@ -289,10 +289,10 @@ def test_choices_are_forks_and_each_can_be_continued(slow: Bindings) -> None:
     assert seeds[0] == 7
     assert len({*seeds}) == 3
     last = Message("assistant", bounds[2].live.text)
-    go_on = slow.one(stateless((*messages, last, Message("user", "Three"))))
+    go_on = slow.run_one(stateless((*messages, last, Message("user", "Three"))))
     assert go_on.how is BindingKind.APPENDED
     assert go_on.conversation_id in {each.conversation_id for each in bounds}
-    fresh = slow.all_of(stateless((Message("user", "New"),)), 2)
+    fresh = slow.run_all(stateless((Message("user", "New"),)), 2)
     assert [each.how for each in fresh] == [BindingKind.NEW, BindingKind.NEW]
 
 
@@ -300,7 +300,7 @@ def test_choices_of_a_new_history_share_the_prompt(slow: Bindings) -> None:
     """The first choice computes the prompt. The others start after the prompt, as forks."""
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (Message("system", "Be brief."), Message("user", "word " * 300))
-    bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 4)
+    bounds = slow.run_all(stateless(messages, TurnOptions(sampling)), 4)
     usages = [each.live.figures for each in bounds]
     prompt = usages[0]["prompt_tokens"]
     assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
@@ -356,7 +356,7 @@ def test_a_refused_request_creates_no_conversation(
             bindings.begin(stateless(messages, options))
     assert created == []
     assert bindings.ids == []
-    assert bindings.one(stateless((system, Message("user", "Hello")))).how is BindingKind.NEW
+    assert bindings.run_one(stateless((system, Message("user", "Hello")))).how is BindingKind.NEW
     assert len(created) == 1
 
 
@@ -370,7 +370,7 @@ def test_tool_calls_are_matched_even_if_the_client_rewrites_them(bindings: Bindi
     chat = stateless((), chain=ChainEnd(reply_reader=calls_reader))
     messages = [Message("system", "Act."), Message("user", "Go")]
     for number in range(5):
-        bound = bindings.one(replace(chat, messages=tuple(messages)))
+        bound = bindings.run_one(replace(chat, messages=tuple(messages)))
         assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         assert bound.num_known_messages == (len(messages) - 1 if number else 0)
         made = ToolCall("f", {"n": float(len(bound.live.text))}, f"own-{number}")
@@ -391,7 +391,7 @@ def test_a_history_is_found_even_if_the_client_drops_thinking(
     messages: list[Message] = []
     for number in range(4):
         messages.append(Message("user", f"Question {number}"))
-        bound = bindings.one(stateless(tuple(messages)))
+        bound = bindings.run_one(stateless(tuple(messages)))
         assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         live = bound.live
         shown = [
@@ -405,13 +405,13 @@ def test_a_history_is_found_even_if_the_client_drops_thinking(
 
 def test_conversations_with_the_same_beginning_share_kv(bindings: Bindings) -> None:
     prompt = Message("system", "Be brief and kind. " * 20)
-    bindings.one(stateless((prompt, Message("user", "One"))))
-    bound = bindings.one(stateless((prompt, Message("user", "Another"))))
+    bindings.run_one(stateless((prompt, Message("user", "One"))))
+    bound = bindings.run_one(stateless((prompt, Message("user", "Another"))))
     assert bound.how is BindingKind.NEW
     assert bound.live.usage is not None
     assert bound.live.usage.shared_tokens > 40
     spaced = replace(prompt, content=prompt.content + " ")
-    bindings.one(stateless((spaced, Message("user", "Third"))))
+    bindings.run_one(stateless((spaced, Message("user", "Third"))))
 
 
 def test_a_tenants_prefix_with_a_generated_name_does_not_disturb_the_binder(
@@ -424,7 +424,7 @@ def test_a_tenants_prefix_with_a_generated_name_does_not_disturb_the_binder(
         pb.CreateConversationRequest(conversation_id="c", system_prompt="Be long.", prefix_id=name)
     )
     messages = (Message("system", "Be brief."), Message("user", "One"))
-    assert bindings.one(stateless(messages)).how is BindingKind.NEW
+    assert bindings.run_one(stateless(messages)).how is BindingKind.NEW
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -453,7 +453,7 @@ def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -
     for messages in ((edited,), (*talk.messages[:2], edited)):
         (bound,) = slow.begin(stateless(messages, long))
         assert len(slow.ids) == 2
-        slow.leave(bound)
+        slow.disconnect(bound)
         wait_for(lambda: slow.ids == [kept])
         assert isinstance(bound.live.failure, TurnInterrupted)
     assert talk.say("Three").conversation_id == kept
@@ -491,15 +491,15 @@ def test_a_full_daemon_refuses_new_requests_and_answers_known_ones(
     long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
     with bindings_over(tmp_path / "data", program=SLOW, config=config) as bindings:
         known = stateless((Message("user", "One"),), request_id="again")
-        answered = bindings.one(known)
+        answered = bindings.run_one(known)
         (running,) = bindings.begin(stateless((Message("user", "Long"),), long))
         with pytest.raises(QueueFull):
             bindings.begin(stateless((Message("user", "Two"),)))
         with pytest.raises(QueueFull):
             bindings.begin(stateless((Message("user", "Two"),), request_id="new"))
-        again = bindings.one(known)
+        again = bindings.run_one(known)
         assert (again.how, again.live.text) == (BindingKind.RETRIED, answered.live.text)
-        bindings.leave(running)
+        bindings.disconnect(running)
         wait_for(lambda: bindings.ids == [answered.conversation_id])
 
 
@@ -518,16 +518,16 @@ def test_a_repeated_request_gets_the_same_turn(slow: Bindings) -> None:
     }
     for text, how in hows.items():  # both choices gave the same reply
         chat = stateless((*history, Message("user", text)), request_id=f"r {text}")
-        first = slow.one(chat)
+        first = slow.run_one(chat)
         ids = slow.ids
-        again = slow.one(chat)
+        again = slow.run_one(chat)
         assert (first.how, again.how) == (how, BindingKind.RETRIED)
         assert again.live.replayed
         assert again.live.reply.token_ids == first.live.reply.token_ids
         assert again.conversation_id == first.conversation_id
         assert again.num_known_messages == first.num_known_messages == 2
         assert slow.ids == ids
-    replayed = slow.all_of(opening, 2)
+    replayed = slow.run_all(opening, 2)
     assert [each.live.text for each in replayed] == [each.live.text for each in runs]
     with pytest.raises(InvalidArgument):
         slow.begin(replace(opening, messages=(Message("user", "Something else"),)))
@@ -548,7 +548,7 @@ def test_an_idempotency_key_with_another_body_is_refused(
     options = TurnOptions(Sampling(max_tokens=100_000 if is_running else 4, ignore_eos=True))
     last = Message("user", "Go on")
     keyed = stateless((*talk.messages, last), options, request_id="key")
-    (first,) = slow.begin(keyed) if is_running else slow.all_of(keyed)
+    (first,) = slow.begin(keyed) if is_running else slow.run_all(keyed)
     assert first.how is how
     ids = slow.ids
     beginnings = ((), (Message("user", "Other"), Message("assistant", "other")), talk.messages)
@@ -563,7 +563,7 @@ def test_an_idempotency_key_with_another_body_is_refused(
     (again,) = slow.begin(keyed)
     assert (again.how, again.live.turn_id) == (BindingKind.RETRIED, first.live.turn_id)
     if is_running:
-        slow.leave(first)
+        slow.disconnect(first)
 
 
 def test_concurrent_identical_requests_are_one_turn(slow: Bindings) -> None:
@@ -590,8 +590,8 @@ def test_an_interrupted_request_can_run_again(slow: Bindings) -> None:
     for messages in ((Message("user", "New"),), (*talk.messages, Message("user", "Two"))):
         chat = stateless(messages, long, request_id=f"r{len(messages)}")
         (bound,) = slow.begin(chat)
-        slow.leave(bound)
-        again = slow.one(chat)
+        slow.disconnect(bound)
+        again = slow.run_one(chat)
         assert again.how is bound.how
         assert again.live.num_tokens == 30
 
@@ -600,11 +600,11 @@ def test_a_forgotten_idempotency_key_begins_a_new_turn_with_the_same_history(
     slow: Bindings,
 ) -> None:
     one = (Message("user", "One"),)
-    first = slow.one(stateless(one, request_id="first"))
+    first = slow.run_one(stateless(one, request_id="first"))
     two = (*one, Message("assistant", first.live.text), Message("user", "Two"))
     chats = [stateless(one, request_id="first")]
     chats += [stateless(two, request_id=key) for key in ("appended", "forked")]
-    before = [first, *(slow.one(each) for each in chats[1:])]
+    before = [first, *(slow.run_one(each) for each in chats[1:])]
     assert [each.how for each in before] == ["new", "appended", "forked"]
     daemon = slow.rig.daemon
 
@@ -613,7 +613,7 @@ def test_a_forgotten_idempotency_key_begins_a_new_turn_with_the_same_history(
 
     slow.rig.call(forget())
     for chat in chats:
-        again = slow.one(chat)
+        again = slow.run_one(chat)
         assert again.how is not BindingKind.RETRIED
         said = [each.content for each in chat.messages]
         assert slow.texts(again.conversation_id) == [*said, again.live.text]
@@ -714,7 +714,7 @@ def test_no_request_appends_to_a_fork_whose_first_turn_is_about_to_begin(
 
     monkeypatch.setattr(daemon, "begin", begin_late)
     chat = stateless((*shared, Message("user", "Three")), request_id=request_id)
-    bound = bindings.one(chat)
+    bound = bindings.run_one(chat)
     (other,) = others
     assert (bound.how, other.how) == (BindingKind.FORKED, BindingKind.FORKED)
     assert bindings.texts(bound.conversation_id)[2] == "Three"
@@ -773,13 +773,13 @@ def test_a_long_history_is_imported(bindings: Bindings) -> None:
         Message("assistant", ""),
     ]
     messages = [Message("system", "Act."), *exchange * 300]
-    bound = bindings.one(stateless((*messages, Message("user", "Now?"))))
+    bound = bindings.run_one(stateless((*messages, Message("user", "Now?"))))
     assert bound.how is BindingKind.NEW
     request = pb.GetConversationRequest(conversation_id=bound.conversation_id)
     assert bindings.rig.stub.GetConversation(request).conversation.num_messages == len(messages) + 2
     reply = Message("assistant", bound.live.text)
     longer = (*messages, Message("user", "Now?"), reply, Message("user", "And?"))
-    again = bindings.one(stateless(longer))
+    again = bindings.run_one(stateless(longer))
     assert (again.how, again.num_known_messages) == (BindingKind.APPENDED, len(longer) - 1)
     too_many = (Message("user", "Hi"), Message("assistant", "Yes")) * 2049
     with pytest.raises(InvalidArgument):

@@ -47,27 +47,27 @@ MESSAGE = st.one_of(
 HISTORY = st.lists(MESSAGE, min_size=1, max_size=5)
 
 
-def whole(messages: list[Message]) -> bytes:
+def digest_of(messages: list[Message]) -> bytes:
     return digests([TOOL], {"thinking": True}, messages)[-1]
 
 
-def written_again(value: Any, order: random.Random) -> Any:
+def rewritten_json(value: Any, order: random.Random) -> Any:
     """Return equal JSON with another key order, and with floats for integers."""
     if isinstance(value, dict):
-        items = [(key, written_again(item, order)) for key, item in value.items()]
+        items = [(key, rewritten_json(item, order)) for key, item in value.items()]
         order.shuffle(items)
         return dict(items)
     if isinstance(value, list):
-        return [written_again(item, order) for item in value]
+        return [rewritten_json(item, order) for item in value]
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
 
 
-def sent_back(message: Message, number: int, order: random.Random) -> Message:
+def resent(message: Message, number: int, order: random.Random) -> Message:
     """Change and drop what clients usually change and drop when they send a message back."""
     calls = tuple(
-        ToolCall(call.name, written_again(dict(call.arguments), order), f"own-{number}-{place}")
+        ToolCall(call.name, rewritten_json(dict(call.arguments), order), f"own-{number}-{place}")
         for place, call in enumerate(message.tool_calls)
     )
     return Message(
@@ -85,9 +85,9 @@ def test_usual_changes_by_clients_do_not_change_digests(
     messages: list[Message], order: random.Random
 ) -> None:
     messages = [replace(each, tool_call_id=None) for each in messages]
-    again = [sent_back(each, number, order) for number, each in enumerate(messages)]
+    again = [resent(each, number, order) for number, each in enumerate(messages)]
     assert digests([TOOL], {"a": 1, "b": 2}, messages) == digests(
-        [written_again(TOOL, order)], {"b": 2.0, "a": 1}, again
+        [rewritten_json(TOOL, order)], {"b": 2.0, "a": 1}, again
     )
 
 
@@ -121,7 +121,7 @@ def test_histories_with_other_contents_have_other_digests(
     one = [replace(each, tool_call_id=None) for each in one]
     other = [replace(each, tool_call_id=None) for each in other]
     if [meaning(each) for each in one] != [meaning(each) for each in other]:
-        assert whole(one) != whole(other)
+        assert digest_of(one) != digest_of(other)
 
 
 @given(HISTORY, st.integers(0, 4), MESSAGE)
@@ -130,7 +130,7 @@ def test_an_inserted_message_changes_the_digest(
 ) -> None:
     place %= len(messages)
     longer = [*messages[:place], extra, *messages[place:]]
-    assert whole(longer) != whole(messages)
+    assert digest_of(longer) != digest_of(messages)
     assert len(set(digests([], {}, longer))) == len(longer) + 1
 
 
@@ -162,7 +162,7 @@ QUESTION = Message("user", "Rain?")
     ],
 )
 def test_each_relevant_change_changes_the_digest(other: list[Message]) -> None:
-    assert whole(other) != whole([QUESTION])
+    assert digest_of(other) != digest_of([QUESTION])
 
 
 def calls(*arguments: Any) -> Message:
@@ -171,20 +171,20 @@ def calls(*arguments: Any) -> Message:
 
 
 def test_argument_types_change_the_digest_but_int_equals_float() -> None:
-    assert whole([calls({"a": 1})]) == whole([calls({"a": 1.0})])
-    assert whole([calls({"a": 1})]) != whole([calls({"a": True})])
-    assert whole([calls({"a": 1})]) != whole([calls({"a": "1"})])
-    assert whole([calls({"a": 1.5})]) != whole([calls({"a": 1})])
-    assert whole([calls({"a": 10**22})]) == whole([calls({"a": 1e22})])
-    assert whole([calls({"a": [1, 2]})]) != whole([calls({"a": [2, 1]})])
-    assert whole([calls({"a": None})]) != whole([calls({})])
+    assert digest_of([calls({"a": 1})]) == digest_of([calls({"a": 1.0})])
+    assert digest_of([calls({"a": 1})]) != digest_of([calls({"a": True})])
+    assert digest_of([calls({"a": 1})]) != digest_of([calls({"a": "1"})])
+    assert digest_of([calls({"a": 1.5})]) != digest_of([calls({"a": 1})])
+    assert digest_of([calls({"a": 10**22})]) == digest_of([calls({"a": 1e22})])
+    assert digest_of([calls({"a": [1, 2]})]) != digest_of([calls({"a": [2, 1]})])
+    assert digest_of([calls({"a": None})]) != digest_of([calls({})])
 
 
 def test_tool_results_are_matched_to_calls_by_position_whatever_the_ids() -> None:
     def answered(ids: tuple[str, str], order: tuple[int, int]) -> bytes:
         made = tuple(ToolCall("f", {"a": place}, each) for place, each in enumerate(ids))
         answers = [Message("tool", "same", tool_call_id=ids[place]) for place in order]
-        return whole([QUESTION, Message("assistant", "", tool_calls=made), *answers])
+        return digest_of([QUESTION, Message("assistant", "", tool_calls=made), *answers])
 
     assert answered(("x", "y"), (0, 1)) == answered(("call_1", "call_2"), (0, 1))
     assert answered(("x", "y"), (0, 1)) != answered(("x", "y"), (1, 0))
@@ -199,12 +199,12 @@ def test_tools_and_template_options_change_every_digest() -> None:
 
 
 def test_lone_surrogates_and_deep_arguments_do_not_crash() -> None:
-    assert whole([Message("user", "\ud800")]) != whole([Message("user", "\udfff")])
+    assert digest_of([Message("user", "\ud800")]) != digest_of([Message("user", "\udfff")])
     deep: Any = {}
     for _ in range(500):
         deep = {"a": deep}
     with pytest.raises(InvalidArgument):
-        whole([calls(deep)])
+        digest_of([calls(deep)])
 
 
 def test_a_reply_is_split_into_its_parts() -> None:
