@@ -40,7 +40,7 @@ def load(num_waiting: int = 0, waiting_since: float | None = None) -> DaemonLoad
 
 
 def load_with_prompts(seconds: float) -> DaemonLoad:
-    """Return a load with prompts of so many predicted seconds ahead, which the engine has room for."""
+    """Return a load with prompts of `seconds` predicted seconds ahead. The engine has room for them."""
     return DaemonLoad(False, True, 1, 1, lambda: WorkAhead(0, seconds))
 
 
@@ -97,7 +97,7 @@ def paced(seconds_per_predicted: float, **settings: float) -> Admission:
 
 def test_the_wait_for_prompts_ahead_is_scaled_by_the_measured_pace() -> None:
     assert Admission(10, {}, now=0.0).wait_seconds(load_with_prompts(100.0), 0.0) == 0.0, (
-        "nothing is known"
+        "no prompt has been measured"
     )
     admission = paced(1.5)
     assert admission.wait_seconds(load_with_prompts(4.0), 3.0) == pytest.approx(6.0)
@@ -120,7 +120,7 @@ def test_a_turn_beyond_the_ttft_objective_is_refused_with_a_retry_time() -> None
     assert "wait 6.0 s for their first token" in str(refusal)
     assert "the objective (--ttft) is 2 s" in str(refusal)
     assert admission.num_refused_for_ttft == 1
-    assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses nobody"
+    assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses no turn"
     assert paced(1.5).refusal("", load_with_prompts(4.0), None, 3.0) is None, (
         "there is no objective"
     )

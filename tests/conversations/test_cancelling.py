@@ -1,4 +1,4 @@
-"""A client cancels a turn: what is kept, what the client is told, and what others see."""
+"""Cancelling a turn: which tokens are kept, and what the client and other readers get."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_usage_of_a_cancelled_turn_counts_only_the_kept_tokens(rig: DaemonRi
     again = rig.ask("c", "hello", request_id="r", sampling=LONG)
     assert (len(again.token_ids), again.completed.usage.output_tokens) == (3, 3)
     assert live.figures["output_tokens"] == 3
-    assert live.num_charged_tokens >= live.prompt_tokens + 10, "what was computed is paid for"
+    assert live.num_charged_tokens >= live.prompt_tokens + 10, "all computed tokens are charged"
 
 
 def test_keep_tokens_beyond_the_reply_keeps_the_whole_reply(rig: DaemonRig) -> None:

@@ -1,4 +1,4 @@
-"""Single turns through the whole stack in one process: what is kept of them, and what is refused."""
+"""Single turns through the whole stack in one process: cancellation, stale drafts and attempts."""
 
 from __future__ import annotations
 

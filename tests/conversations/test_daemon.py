@@ -1,4 +1,4 @@
-"""The daemon over the wire: what api.md promises, with arithmetic instead of a model."""
+"""The daemon's gRPC API, with the echo engine, which needs no model."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_commits_and_the_size_of_the_write_ahead_log_are_measured(
     assert 0 < after.commit_p50_seconds <= after.commit_p99_seconds <= after.commit_max_seconds
     assert after.journal_bytes > before.journal_bytes
     rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c"))
-    assert service(rig).journal_bytes == 0, "a deletion empties it"
+    assert service(rig).journal_bytes == 0, "a deletion empties the write-ahead log"
 
 
 def test_the_commit_time_excludes_earlier_statements(
@@ -143,7 +143,9 @@ def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
     found = service(rig)
     assert found.calls == first.calls + 1
     assert found.connections_max == 512
-    assert found.connections >= first.connections + 5, "and the one of the call"
+    assert found.connections >= first.connections + 5, (
+        "five channels, and the connection of the call"
+    )
     running.cancel()
     for channel in channels:
         channel.close()

@@ -26,7 +26,8 @@ from tests.conversations.rig_daemon import ServeProcess
 from tests.text.families import QWEN_2_5
 
 pytestmark = pytest.mark.skipif(
-    compiled_library() is None, reason="torch's own products depend on who shares the batch"
+    compiled_library() is None,
+    reason="results of torch's products depend on the other rows of the batch",
 )
 FIRED = (
     *("chunks_swapped_out", "chunks_swapped_in", "chunks_dropped", "chunks_copied_on_write"),

@@ -64,7 +64,7 @@ async def load(address: str, turns_per_second: float | None, seconds: float) -> 
             await asyncio.gather(*tasks)
         took = time.monotonic() - began
     refused.sort()
-    assert delivered == completed * TURN.max_tokens, "a turn that was taken is cut short"
+    assert delivered == completed * TURN.max_tokens, "an accepted turn is cut short"
     return {
         "tokens_per_second": delivered / took,
         "turns_per_second": delivered / took / TURN.max_tokens,

@@ -1,4 +1,4 @@
-"""Conversations that begin with the same system prompt share its KV, whether a prefix_id says so or not."""
+"""Conversations with the same system prompt share its KV, with or without a prefix_id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work ahead of a new turn, and the engine's speed with prompts, in calls made by hand."""
+"""The work ahead of a new turn, and the engine's speed with prompts, without a daemon."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_a_flooding_tenant_delays_only_its_own_turns() -> None:
 def test_weights_divide_the_time_between_tenants() -> None:
     turns = [turn("a", 4.0, weight=1.0), *(turn("b", 1.0, weight=2.0) for _ in range(10))]
     assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(1 + 8, 4.0 + 8.0)
-    assert ahead_of(turns, "b", 2.0, 0) == WorkAhead(10 + 1, 10.0 + 4.0), "never more than it has"
+    assert ahead_of(turns, "b", 2.0, 0) == WorkAhead(10 + 1, 10.0 + 4.0), (
+        "at most the work that tenant a has"
+    )
 
 
 def test_computed_parts_of_prompts_are_not_ahead() -> None:
@@ -88,7 +90,7 @@ def test_the_pace_is_measured_time_divided_by_predicted_time() -> None:
     pace = PromptPace()
     assert pace.ratio is None
     pace.begun(10.0, is_only=True)
-    assert pace.served_since(11.0) == 0.0, "nothing is known"
+    assert pace.served_since(11.0) == 0.0, "no prompt has been measured"
     pace.ended(2.0, 13.0)
     assert pace.ratio == pytest.approx(1.5)
     pace.begun(100.0, is_only=True)  # the idle time before does not count
@@ -120,7 +122,7 @@ def test_the_pace_adapts_to_a_slower_engine() -> None:
 def test_a_prompt_is_predicted_from_new_tokens_and_then_from_uncached_tokens() -> None:
     prompts, live = PromptTimes(), live_turn()
     prompts.submitted(live)
-    assert live.prompt_seconds == 0.0, "no engine has named its costs"
+    assert live.prompt_seconds == 0.0, "the engine has not reported its costs"
     prompts.cost = IterationCost(0.01, 0.02, 0.0, 0.001, 0.003)
     live.history_tokens, live.prompt_tokens = 100, 50
     prompts.submitted(live)
@@ -135,7 +137,9 @@ def test_an_arriving_turn_is_predicted_from_recent_tokens_per_character() -> Non
     prompts, live = PromptTimes(), live_turn()
     ask = TurnRequest("d", (Message("user", "x" * 400),), TurnOptions(priority=3), "b", "r")
     prompts.cost = IterationCost(0.01, 0.0, 0.0, 0.0, 0.5)
-    assert prompts.arriving(ask, 2.0) == WaitingTurn("b", 2.0, 3, 0.0), "nothing is known"
+    assert prompts.arriving(ask, 2.0) == WaitingTurn("b", 2.0, 3, 0.0), (
+        "no prompt has been measured"
+    )
     assert live.request is not None
     for num_tokens in (30, 10):
         live.prompt_tokens = num_tokens * live.request.num_characters

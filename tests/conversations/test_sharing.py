@@ -1,4 +1,4 @@
-"""A tenant's turns share KV by content, whatever brings the same tokens. Other tenants share nothing."""
+"""Turns of one tenant share the KV of equal tokens. Different tenants share nothing."""
 
 from __future__ import annotations
 

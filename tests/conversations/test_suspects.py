@@ -117,7 +117,7 @@ def test_two_suspected_turns_are_retried_one_after_the_other() -> None:
     assert not suspects.must_wait(one, lambda: [one, new])
     further = turn(2, 4)  # the turn is now beyond the token at which the engine died
     assert not suspects.must_wait(one, lambda: [one, further])
-    assert not suspects.engine_died(further), "it is not what stopped it there"
+    assert not suspects.engine_died(further), "this turn did not stop the engine at that token"
     assert suspects.engine_died(one)
     assert not suspects.engine_died(one), "a turn that has failed begins without a record"
 

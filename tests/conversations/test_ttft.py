@@ -63,7 +63,7 @@ def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
     assert read_turn(quiet).completed.revision == 1
     wait_for(lambda: rig.num_live == 0)
     assert read_turn(rig.begin("noisy", "n9", SHORT)).completed.revision == 1, (
-        "nobody is ahead of it"
+        "no turn is ahead of it"
     )
 
 
@@ -71,7 +71,7 @@ def test_a_retry_attaches_to_its_waiting_turn_and_is_not_refused(rig: TokensRig)
     calls = flooded(rig)
     again = rig.begin("noisy", "n3", ENDLESS, request_id="r3")
     assert more(rig)["refused_for_ttft"] == 0
-    assert more(rig)["queue_wait_seconds"] == 0.0, "of a newcomer"
+    assert more(rig)["queue_wait_seconds"] == 0.0, "the wait of a new tenant"
     for call in (*calls, again):
         call.cancel()
 

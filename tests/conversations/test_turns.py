@@ -1,4 +1,4 @@
-"""Live turns as plain values: the messages of each step to the engine, and the possible steps."""
+"""Live turns without a daemon: their phases, and the messages that they send to the engine."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_an_unstored_turn_leaves_no_text_on_the_disk_or_in_the_log(
     with caplog.at_level(logging.INFO):
         live = run(rig, PROMPT, options())
     written = on_disk(tmp_path / "data")
-    assert written, "there is a history to look into"
+    assert written, "the data folder has files to search"
     for mark in (SECRET.encode(), live.text.encode(), array("I", PROMPT).tobytes()):
         assert mark not in written
     ended = [each for each in caplog.records if each.name == "pensieve.turns"]
@@ -240,7 +240,9 @@ def test_evicted_tokens_of_an_unstored_turn_count_as_new_tokens(rig: DaemonRig) 
     rig.call(evict())
     live = run(rig, [*log, 9], options(5))
     assert (live.cached_tokens, live.reply.token_ids) == (0, expected([*log, 9], 5))
-    assert live.figures["recomputed_tokens"] == 0, "nobody knows that it was computed before"
+    assert live.figures["recomputed_tokens"] == 0, (
+        "the daemon does not know that they were computed before"
+    )
 
 
 def test_many_growing_chats_have_the_same_replies_as_each_alone(slow: DaemonRig) -> None:

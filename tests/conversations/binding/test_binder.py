@@ -306,7 +306,7 @@ def test_choices_of_a_new_history_share_the_prompt(slow: Bindings) -> None:
     assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
     for each in usages[1:]:
         assert each["prompt_tokens"] == prompt == each["device_tokens"] + each["new_tokens"]
-        assert 1 <= each["new_tokens"] <= 32, "no more than what fills no chunk"
+        assert 1 <= each["new_tokens"] <= 32, "at most a partly filled chunk"
     logs = [slow.token_ids(each.conversation_id)[:prompt] for each in bounds]
     assert logs == [logs[0]] * 4
     slow.check()
