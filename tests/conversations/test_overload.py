@@ -87,7 +87,7 @@ def test_ten_times_the_load_does_not_slow_accepted_turns(tmp_path: Path) -> None
         tmp_path / "data",
         *("--turns-max", str(CAPACITY)),
         engine="echo:0.02",
-        parameters={"config": {"turns_max": 2 * CAPACITY + 8}},
+        parameters={"config": {"live_turns_max": 2 * CAPACITY + 8}},
     )
     address = process.start()
     pid = process.process.pid
