@@ -34,7 +34,7 @@ EXPENSIVE = (
     "tests/model/fuse/",  # every family, type and instruction set
     "tests/model/parallel/",  # ranks and stages
     "tests/launch/test_remote_rank.py",
-    "tests/conversations/test_exactness.py::test_every_reply_is",  # of each family and policy
+    "tests/conversations/test_exactness.py::test_every_reply_equals",  # of each family and policy
     "tests/conversations/test_exactness.py::test_every_reply_of",
     "tests/conversations/test_exactness.py::test_every_reply_under",
     "tests/conversations/test_constraints.py",

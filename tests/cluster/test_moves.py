@@ -24,7 +24,7 @@ from pensieve.conversations.hand_over import KvReceiver
 from tests.api.http.rig_http import HttpRig
 from tests.cluster import owner_log
 from tests.cluster.sharing import needs_sqlite, sharing
-from tests.conversations.exactness import HttpGuest, assert_exact, play
+from tests.conversations.exactness import RandomHttpClient, assert_exact, run_clients
 from tests.conversations.rig import Reference, write_model
 from tests.conversations.rig_daemon import DaemonRig
 from tests.scale import SCALE, SEED
@@ -70,10 +70,10 @@ def test_replies_equal_plain_transformers_wherever_conversations_move(
         pulls = [rig.call(hand_over(rig, True)) for rig in rigs] if moves_kv else []
         for life in range(SCALE):
             crowd = [
-                HttpGuest(http, (SEED + life) * 100 + number, 14, "is served by")
+                RandomHttpClient(http, (SEED + life) * 100 + number, 14, "is served by")
                 for number in range(12)
             ]
-            done += play(crowd)
+            done += run_clients(crowd)
         claims = owner_log.events(f"sqlite://{tmp_path / 'history.db'}", "claimed")
         num_moves = sum(each["previous"] > 0 for each in claims)
         moved = sum(each.num_tokens for each in pulls)

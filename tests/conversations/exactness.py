@@ -1,9 +1,10 @@
 """Run many clients over a real model with too small caches, and compare each token with transformers.
 
-    Story          several runs of a process in the test's own thread, in an order drawn from a seed
-    House          a `pensieve serve` that can be killed (or its engine), behind connections that can be reset
-    SdkGuest       a client in its own thread: the SDK over gRPC
-    HttpGuest      a client in its own thread: OpenAI's chat completions and responses, Anthropic's messages
+    RestartedRuntime   several runs of a process with the same history. The engine and the service run in the
+                       test's own thread; a seed decides the order of their steps.
+    DaemonUnderTest    a `pensieve serve` that can be killed (or its engine). Its connections can be reset.
+    RandomSdkClient    a client in its own thread: the SDK over gRPC
+    RandomHttpClient   a client in its own thread: chat completions, responses or Anthropic's messages
 
 If a fault ends a request, the client sends the request again, as a user would.
 """
@@ -39,7 +40,7 @@ WORDS = ("Oslo", "rain", "Grüße", "日本")
 LENGTHS = (2, 12, 40)
 MESSAGES_MAX = 14
 PATIENCE_SECONDS = 200.0
-PASSING = r"^(429|5\d\d) |^lost: "  # errors that a fault may cause, and that a client retries
+RETRIED_ERRORS = r"^(429|5\d\d) |^lost: "  # a fault may cause them
 TOO_LONG = re.compile("context_length_exceeded|prompt is too long")
 Counts = tuple[int, int, int]  # sampled tokens, wrong tokens, ties
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def assert_exact(counts: Iterable[Counts], at_least: int) -> None:
     assert wrong == 0
 
 
-class Story:
+class RestartedRuntime:
     """Several runs of a process with the same history."""
 
     def __init__(
@@ -68,7 +69,7 @@ class Story:
         return started(self.folder, self.data, **self._settings)
 
     @contextmanager
-    def life(self) -> Iterator[Runtime]:
+    def next_run(self) -> Iterator[Runtime]:
         with self.started() as runtime:
             runtime.engine.executor.depth = self._depth  # type: ignore[misc]
             yield runtime
@@ -89,7 +90,7 @@ class Story:
             assert_exact([reference.wrong_tokens(runtime, name) for name in names], at_least)
 
 
-class House:
+class DaemonUnderTest:
     """A daemon process. Clients connect to `address` and `http` through proxies, which can be reset."""
 
     def __init__(self, data: Path, folder: Path, *arguments: str, **settings: str) -> None:
@@ -115,18 +116,18 @@ class House:
             proxy.close()
         assert self._process.stop() == 0
 
-    def look(self) -> None:
+    def add_metrics(self) -> None:
         """Add to `total` the metrics since the process or its engine started."""
         self.total.update({name: int(value) for name, value in self.admin.stats().more.items()})
 
-    def strike(self, fault: str) -> None:
+    def inject(self, fault: str) -> None:
         if fault == "connection":
             for _ in range(3):
                 for proxy in self._proxies:
                     proxy.reset()
                 time.sleep(0.2)
             return
-        self.look()
+        self.add_metrics()
         if fault == "engine":
             pid = self._process.engine_pid()
             assert pid is not None
@@ -137,7 +138,7 @@ class House:
             self._process.start()
 
 
-class Guest(threading.Thread):
+class RandomClient(threading.Thread):
     """A client that does everything that clients do, in its own conversations."""
 
     def __init__(self, number: int, num_actions: int) -> None:
@@ -163,23 +164,25 @@ class Guest(threading.Thread):
         return " ".join(self._random.choice(WORDS) for _ in range(5))
 
 
-def play(guests: Sequence[Guest], befalls: Callable[[], None] | None = None) -> Counter[str]:
-    """Run all clients at once. `befalls` is called when about half of their actions are done."""
-    half = sum(guest._num_actions for guest in guests) // 2
-    for guest in guests:
-        guest.start()
-    if befalls is not None:
-        wait_for(lambda: sum(guest.num_done for guest in guests) >= half)
-        befalls()
-    for guest in guests:
-        guest.join(PATIENCE_SECONDS)
-        assert not guest.is_alive()
-        if guest.failure is not None:
-            raise guest.failure
-    return sum((guest.counts for guest in guests), Counter())
+def run_clients(
+    clients: Sequence[RandomClient], inject_fault: Callable[[], None] | None = None
+) -> Counter[str]:
+    """Run all clients at once. `inject_fault` is called when about half of their actions are done."""
+    half = sum(client._num_actions for client in clients) // 2
+    for client in clients:
+        client.start()
+    if inject_fault is not None:
+        wait_for(lambda: sum(client.num_done for client in clients) >= half)
+        inject_fault()
+    for client in clients:
+        client.join(PATIENCE_SECONDS)
+        assert not client.is_alive()
+        if client.failure is not None:
+            raise client.failure
+    return sum((client.counts for client in clients), Counter())
 
 
-class SdkGuest(Guest):
+class RandomSdkClient(RandomClient):
     """Sends, cancels, forks and rewinds."""
 
     def __init__(self, address: str, number: int, num_actions: int) -> None:
@@ -196,21 +199,21 @@ class SdkGuest(Guest):
         name = self._random.choice(self._names)
         try:
             try:
-                self._do_anything(name)
+                self._act_at_random(name)
             except errors.ContextFull:
                 self._rewind(name, 0.0)
         except errors.Unavailable:  # the SDK does not retry a fork or a rewind
             self.counts["given up"] += 1
 
-    def _do_anything(self, name: str) -> None:
+    def _act_at_random(self, name: str) -> None:
         choose, conversation = self._random, self._client.conversation(name)
         roll = choose.random()
         if roll < 0.7 or not self.counts["turns"] or not list(conversation.messages()):
             length = choose.choice((2, 20, 70))
             turn = conversation.send(self.words(), max_tokens=length, ignore_eos=True)
-            leave_at = choose.randrange(length) if choose.random() < 0.25 else None
+            disconnect_at = choose.randrange(length) if choose.random() < 0.25 else None
             for number, _ in enumerate(turn):
-                if number == leave_at and turn.cancel():
+                if number == disconnect_at and turn.cancel():
                     self.counts["cancels"] += 1
             self.counts["turns"] += 1
             self.read.append((name, turn.reply.text))
@@ -239,7 +242,7 @@ class SdkGuest(Guest):
         self.counts["rewinds"] += 1
 
 
-class Rusher(Guest):
+class LongReplyClient(RandomClient):
     """One of many clients with long replies, so that turns are suspended. Then it sends a second message."""
 
     def __init__(self, address: str, number: int) -> None:
@@ -257,17 +260,17 @@ class Refused(Exception):
     """A response with an error."""
 
 
-class HttpGuest(Guest):
+class RandomHttpClient(RandomClient):
     """Uses one kind of API. Edits messages, asks for several replies, goes back to old ones, disconnects."""
 
     def __init__(
-        self, addresses: Sequence[str], number: int, num_actions: int, passing: str = "$^"
+        self, addresses: Sequence[str], number: int, num_actions: int, retried_errors: str = "$^"
     ) -> None:
-        """Each request goes to a random address. Errors that match `passing` are retried."""
+        """Each request goes to a random address. Errors that match `retried_errors` are retried."""
         super().__init__(number, num_actions)
-        self._addresses, self._passing = addresses, re.compile(passing)
-        self._wandering = random.Random(-number)
-        self._act = (self._chat, self._respond, self._message)[number % 3]
+        self._addresses, self._retried_errors = addresses, re.compile(retried_errors)
+        self._address_choice = random.Random(-number)
+        self._act = (self._create_chat, self._create_response, self._create_message)[number % 3]
         self._messages: list[dict[str, str]] = []
         self._responses: list[str] = []
 
@@ -280,7 +283,7 @@ class HttpGuest(Guest):
             self._messages.clear()
             self._responses.clear()
 
-    def _chat(self) -> None:
+    def _create_chat(self) -> None:
         choose, sent = self._random, self._messages
         if len(sent) >= MESSAGES_MAX:
             sent.clear()
@@ -292,11 +295,11 @@ class HttpGuest(Guest):
         roll = choose.random()
         if roll < 0.4:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            leave_at = choose.randrange(8) if choose.random() < 0.4 else None
-            name, reply = self._post("/v1/chat/completions", body, leave_at)
-            if leave_at is not None:
+            disconnect_at = choose.randrange(8) if choose.random() < 0.4 else None
+            name, reply = self._post("/v1/chat/completions", body, disconnect_at)
+            if disconnect_at is not None:
                 sent.pop()
-                self.counts["left"] += 1
+                self.counts["disconnected"] += 1
                 return
             self.counts["streamed"] += 1
         elif roll < 0.55:
@@ -321,7 +324,7 @@ class HttpGuest(Guest):
         self.counts["appended"] += len(sent) > 1
         sent.append({"role": "assistant", "content": reply})
 
-    def _respond(self) -> None:
+    def _create_response(self) -> None:
         choose, before = self._random, self._responses
         body: dict[str, Any] = {
             "input": self.words(),
@@ -331,7 +334,7 @@ class HttpGuest(Guest):
         if before and choose.random() < 0.8:
             is_earlier = choose.random() < 0.3
             body["previous_response_id"] = choose.choice(before) if is_earlier else before[-1]
-            self.counts["earlier"] += is_earlier
+            self.counts["earlier_response"] += is_earlier
         name, answer = self._post("/v1/responses", body)
         parts = [
             part["text"]
@@ -344,7 +347,7 @@ class HttpGuest(Guest):
         before.append(answer["id"])
         self.counts["responses"] += 1
 
-    def _message(self) -> None:
+    def _create_message(self) -> None:
         choose, sent = self._random, self._messages
         if len(sent) >= MESSAGES_MAX:
             sent.clear()
@@ -360,24 +363,24 @@ class HttpGuest(Guest):
         self.counts["anthropic"] += 1
 
     def _post(
-        self, path: str, body: dict[str, Any], leave_at: int | None = None
+        self, path: str, body: dict[str, Any], disconnect_at: int | None = None
     ) -> tuple[str, Any]:
         """Return the conversation and the response. A stream's response is the text up to the disconnect."""
         key, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return self._post_once(path, body, leave_at, key)
+                return self._post_once(path, body, disconnect_at, key)
             except (Refused, OSError, http.client.HTTPException) as error:
                 text = str(error) if isinstance(error, Refused) else f"lost: {error!r}"
-                if not self._passing.search(text) or time.monotonic() > deadline:
+                if not self._retried_errors.search(text) or time.monotonic() > deadline:
                     raise
-                self.counts["again"] += 1
+                self.counts["retried"] += 1
                 time.sleep(0.1)
 
     def _post_once(
-        self, path: str, body: dict[str, Any], leave_at: int | None, key: str
+        self, path: str, body: dict[str, Any], disconnect_at: int | None, key: str
     ) -> tuple[str, Any]:
-        address = self._wandering.choice(self._addresses)
+        address = self._address_choice.choice(self._addresses)
         sent = json.dumps({"model": "model", **body}).encode()
         with closing(http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)) as connection:
             connection.request("POST", path, sent, {"Idempotency-Key": key})
@@ -387,14 +390,14 @@ class HttpGuest(Guest):
                 name = response.headers["x-pensieve-conversation-id"] or ""
                 if not body.get("stream"):
                     return name, json.loads(response.read())
-                return name, _streamed_text(response, leave_at)
+                return name, _streamed_text(response, disconnect_at)
 
 
-def _streamed_text(response: http.client.HTTPResponse, leave_at: int | None) -> str:
+def _streamed_text(response: http.client.HTTPResponse, disconnect_at: int | None) -> str:
     text, number = "", 0
     for line in response:
         data = line.decode().strip().removeprefix("data: ")
-        if data == "[DONE]" or (data.startswith("{") and number == leave_at):
+        if data == "[DONE]" or (data.startswith("{") and number == disconnect_at):
             return text
         if data.startswith("{"):
             chunk = json.loads(data)
@@ -403,4 +406,4 @@ def _streamed_text(response: http.client.HTTPResponse, leave_at: int | None) -> 
             for choice in chunk["choices"]:
                 text += choice["delta"].get("content") or ""
             number += 1
-    raise Refused("lost: the stream broke off")
+    raise Refused("lost: the stream ended early")

@@ -52,12 +52,12 @@ def values_of(field: Kind) -> tuple[Any, ...]:
         case Kind.CPPTYPE_BOOL:
             return (False, True)
         case Kind.CPPTYPE_ENUM:
-            return (*(each.number for each in _there(field.enum_type).values), 99, -1, 2**31 - 1)
+            return (*(each.number for each in _required(field.enum_type).values), 99, -1, 2**31 - 1)
         case kind:
             return INTEGERS[kind]
 
 
-def one_by_one(kind: Any) -> Iterator[Any]:
+def with_one_extreme_value(kind: Any) -> Iterator[Any]:
     """Yield messages of a class, each with one extreme value in one field. Nested messages are included."""
     for field in kind.DESCRIPTOR.fields:
         if is_message(field):
@@ -67,7 +67,7 @@ def one_by_one(kind: Any) -> Iterator[Any]:
                 for struct in structs():
                     yield with_value(kind(), field, struct)
             elif not is_map(field):
-                for each in one_by_one(inner):
+                for each in with_one_extreme_value(inner):
                     yield with_value(kind(), field, each)
             continue
         for value in values_of(field):
@@ -99,7 +99,7 @@ def structs() -> Iterator[struct_pb2.Struct]:
         yield struct
 
 
-def at_random(kind: Any, choose: random.Random, depth: int = 0) -> Any:
+def with_random_extreme_values(kind: Any, choose: random.Random, depth: int = 0) -> Any:
     """Return a message of a class in which any number of fields have extreme values."""
     message = kind()
     if kind is struct_pb2.Struct:
@@ -112,7 +112,9 @@ def at_random(kind: Any, choose: random.Random, depth: int = 0) -> Any:
         if is_message(field):
             for _ in range(min(count, 3) if count < 100 else count):
                 inner = class_of(field)
-                value = inner() if count > 3 else at_random(inner, choose, depth + 1)
+                value = (
+                    inner() if count > 3 else with_random_extreme_values(inner, choose, depth + 1)
+                )
                 with_value(message, field, value)
         else:
             values = values_of(field)
@@ -124,7 +126,7 @@ def at_random(kind: Any, choose: random.Random, depth: int = 0) -> Any:
 def with_value(message: Any, field: Kind, value: Any) -> Any:
     """Add an element to a repeated field, or set the value of another field. Return the message."""
     if is_map(field):
-        values = _there(field.message_type).fields_by_name
+        values = _required(field.message_type).fields_by_name
         keys = values["key"]
         chosen = random.Random(len(getattr(message, field.name)))
         getattr(message, field.name)[chosen.choice(values_of(keys))] = chosen.choice(
@@ -143,7 +145,7 @@ def is_message(field: Kind) -> bool:
     return bool(field.cpp_type == Kind.CPPTYPE_MESSAGE)
 
 
-def _there(found: Any) -> Any:
+def _required(found: Any) -> Any:
     """Return a part of a descriptor that this kind of field must have."""
     assert found is not None
     return found
@@ -151,12 +153,12 @@ def _there(found: Any) -> Any:
 
 def is_repeated(field: Kind) -> bool:
     found = getattr(field, "is_repeated", None)  # in newer versions, where `label` warns
-    return bool(_there(field).label == Kind.LABEL_REPEATED if found is None else found)
+    return bool(_required(field).label == Kind.LABEL_REPEATED if found is None else found)
 
 
 def is_map(field: Kind) -> bool:
-    return is_message(field) and bool(_there(field.message_type).GetOptions().map_entry)
+    return is_message(field) and bool(_required(field.message_type).GetOptions().map_entry)
 
 
 def class_of(field: Kind) -> Any:
-    return _there(field.message_type)._concrete_class
+    return _required(field.message_type)._concrete_class

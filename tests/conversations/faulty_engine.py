@@ -55,7 +55,9 @@ class FaultyExecutor:
         copies = bool(iteration.swap_ins or iteration.swap_outs)
         self._fault = ""
         if iteration.slices or copies:
-            self._fault = taken(self._faults, ("copy",) if copies else ("memory", "nan", "hang"))
+            self._fault = take_fault(
+                self._faults, ("copy",) if copies else ("memory", "nan", "hang")
+            )
         if self._fault == "memory":
             raise MemoryError("the device has no memory left")
         if self._fault == "hang":
@@ -75,7 +77,7 @@ class FaultyExecutor:
         return Outcome(others, outcome.finished_copies, (failure,))
 
 
-def taken(faults: Path, kinds: tuple[str, ...]) -> str:
+def take_fault(faults: Path, kinds: tuple[str, ...]) -> str:
     lines = faults.read_text().split() if faults.exists() else []
     if not lines or lines[0] not in kinds:
         return ""
@@ -84,15 +86,15 @@ def taken(faults: Path, kinds: tuple[str, ...]) -> str:
 
 
 def fail(message: EngineMessage) -> None:
-    raise RuntimeError("nobody foresaw this message")
+    raise RuntimeError("an unexpected error while handling a message")
 
 
 def build(
     faults: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
-    if taken(faults, ("start",)):
+    if take_fault(faults, ("start",)):
         raise DeviceError("the host refuses to pin so much memory")
-    if taken(faults, ("deaf",)):
+    if take_fault(faults, ("deaf",)):
         mailbox.put_when_there_is_room = fail  # type: ignore[method-assign]
     built = echo_engine.build(0.0, settings, folder, report, mailbox, sink)
     built.engine.executor = FaultyExecutor(built.engine.executor, faults)

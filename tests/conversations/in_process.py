@@ -60,7 +60,7 @@ class OneThread:
     def spawn(self, work: Coroutine[Any, Any, None], **_: bool) -> None:
         with contextlib.suppress(StopIteration):
             work.send(None)
-            raise AssertionError("it waits for something")
+            raise AssertionError("the coroutine waits, but all work must be done at once")
 
 
 def turn_ends(

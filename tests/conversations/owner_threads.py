@@ -14,7 +14,7 @@ from typing import Any
 
 from pensieve.conversations.daemon import Daemon
 
-BESIDE_THE_STORE_THREAD = {
+ALLOWED_IN_OTHER_THREADS = {
     "verify",
     "integrity_check",
     "close",
@@ -22,7 +22,7 @@ BESIDE_THE_STORE_THREAD = {
     "is_housekeeper",
     "came_from",
 }
-NO_STATE = {"serving"}  # an attribute of the engine client that tests read in their own thread
+NOT_CHECKED = {"serving"}  # an attribute of the engine client that tests read in their own thread
 
 
 class OwnerThreads:
@@ -35,12 +35,12 @@ class OwnerThreads:
         """Watch all objects that a thread of the daemon owns. Call this after the daemon has started."""
         conversations = daemon.conversations
         self.watch(conversations._history, "store")
-        self.watch(daemon.store, "store", BESIDE_THE_STORE_THREAD)
+        self.watch(daemon.store, "store", ALLOWED_IN_OTHER_THREADS)
         self.watch(conversations, "loop")
         self.watch(conversations.turns, "loop")
         self.watch(conversations.followers, "loop")
         self.watch(conversations.ends, "loop")
-        self.watch(daemon.engine, "loop", NO_STATE)
+        self.watch(daemon.engine, "loop", NOT_CHECKED)
 
     def watch(self, thing: Any, owner: str, exempt: Collection[str] = ()) -> None:
         kind = type(thing)
@@ -50,12 +50,12 @@ class OwnerThreads:
                 continue
             found = inspect.getattr_static(kind, name)
             if isinstance(found, property):
-                methods[name] = property(self._looked_at(kind, name, owner))
+                methods[name] = property(self._checked_property(kind, name, owner))
             elif inspect.isfunction(found):
-                methods[name] = self._called(kind, name, owner)
+                methods[name] = self._checked_method(kind, name, owner)
         thing.__class__ = type(kind.__name__, (kind,), methods)
 
-    def _called(self, kind: type, name: str, owner: str) -> Callable[..., Any]:
+    def _checked_method(self, kind: type, name: str, owner: str) -> Callable[..., Any]:
         @functools.wraps(inspect.getattr_static(kind, name))
         def method(this: Any, *arguments: Any, **named: Any) -> Any:
             self._check(kind, name, owner)
@@ -63,7 +63,7 @@ class OwnerThreads:
 
         return method
 
-    def _looked_at(self, kind: type, name: str, owner: str) -> Callable[[Any], Any]:
+    def _checked_property(self, kind: type, name: str, owner: str) -> Callable[[Any], Any]:
         def value(this: Any) -> Any:
             self._check(kind, name, owner)
             return getattr(kind, name).__get__(this)

@@ -197,7 +197,7 @@ class Crowd:
         self.runtime.conversations.rewind(name, self.random.choice(self.revisions(name)))
 
     def rush(self, size: int = 12) -> None:
-        """Run so many long replies at once that some turns are suspended, whatever the tokens are.
+        """Run enough long replies at once to suspend some turns.
 
         Turns of a higher priority then take the places of others. At the end, all conversations are forked.
         Sources and forks continue at once, so that their last chunks are copied on write.

@@ -54,7 +54,7 @@ DETAILS: dict[str, Any] = {
 def wait_for(holds: Callable[..., Any], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.005)
 
 
@@ -166,8 +166,8 @@ class DaemonRig:
         )
         return self.stub.SendMessage(request, timeout=seconds)
 
-    def ask(self, conversation_id: str, *contents: str, **fields: Any) -> Said:
-        return said(self.send(conversation_id, *contents, **fields))
+    def ask(self, conversation_id: str, *contents: str, **fields: Any) -> StreamedTurn:
+        return read_turn(self.send(conversation_id, *contents, **fields))
 
     @property
     def batch(self) -> DaemonJobs:
@@ -182,7 +182,7 @@ class DaemonRig:
 
 
 @contextmanager
-def stopped_store(rig: DaemonRig) -> Iterator[None]:
+def blocked_store(rig: DaemonRig) -> Iterator[None]:
     """Block the store threads inside the block."""
     began, gate = threading.Semaphore(0), threading.Event()
     threads = rig.daemon.threads
@@ -205,7 +205,7 @@ def stopped_store(rig: DaemonRig) -> Iterator[None]:
 
 
 @dataclass
-class Said:
+class StreamedTurn:
     started: Any = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -213,8 +213,8 @@ class Said:
     sequences: list[int] = field(default_factory=list)
 
 
-def said(events: Iterator[Any]) -> Said:
-    got = Said()
+def read_turn(events: Iterator[Any]) -> StreamedTurn:
+    got = StreamedTurn()
     for event in events:
         got.sequences.append(event.sequence)
         match event.WhichOneof("event"):
@@ -272,7 +272,7 @@ class ServeProcess:
         self.arguments = arguments
         self.log = data.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
-        atexit.register(self._kill_what_is_left)
+        atexit.register(self._kill_if_running)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -302,7 +302,7 @@ class ServeProcess:
         self.address = ready.read_text().strip()
         return self.address
 
-    def _kill_what_is_left(self) -> None:
+    def _kill_if_running(self) -> None:
         """Kill the process if a failed test has left it running."""
         if self._process is not None and self._process.poll() is None:
             self.kill()

@@ -8,7 +8,7 @@ from typing import Any
 WORDS = ("name", "age", "id", "Oslo", "größe", "a b", 'x"y', "日本")
 
 
-def a_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
+def random_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     if depth:
         kinds += ["object", "object", "array", "anyOf", "ref"]
@@ -25,37 +25,37 @@ def a_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
         case "const":
             return {"const": {"k": [1, chance.choice(WORDS)]}}
         case "object":
-            return an_object(chance, depth)
+            return random_object(chance, depth)
         case "array":
             least = chance.randint(0, 2)
             most = least + chance.randint(0, 2)
-            items = a_schema(chance, depth - 1)
+            items = random_schema(chance, depth - 1)
             return {"type": "array", "items": items, "minItems": least, "maxItems": most}
         case "anyOf":
-            return {"anyOf": [a_schema(chance, depth - 1) for _ in range(3)]}
+            return {"anyOf": [random_schema(chance, depth - 1) for _ in range(3)]}
         case "ref":
             return {"$ref": "#/$defs/shared"}
         case kind:
             return {"type": kind}
 
 
-def an_object(chance: random.Random, depth: int = 2) -> dict[str, Any]:
+def random_object(chance: random.Random, depth: int = 2) -> dict[str, Any]:
     names = chance.sample(WORDS, chance.randint(1, 4))
     return {
         "type": "object",
-        "properties": {name: a_schema(chance, depth - 1) for name in names},
+        "properties": {name: random_schema(chance, depth - 1) for name in names},
         "required": [name for name in names if chance.random() < 0.6],
         "additionalProperties": False,
     }
 
 
-def a_whole_schema(chance: random.Random) -> dict[str, Any]:
+def random_root_schema(chance: random.Random) -> dict[str, Any]:
     shared = {"type": "array", "items": {"enum": ["p", "q"]}, "maxItems": 2}
-    return {**an_object(chance), "$defs": {"shared": shared}}
+    return {**random_object(chance), "$defs": {"shared": shared}}
 
 
 def is_valid(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> bool:
-    """Return whether the value matches. Supports only the keywords that `a_schema` uses."""
+    """Return whether the value matches. Supports only the keywords that `random_schema` uses."""
     root = schema if root is None else root
     if "$ref" in schema:
         return is_valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)

@@ -21,7 +21,14 @@ from pensieve.guard.limits import Limits
 from pensieve.sampling import Sampling
 from pensieve.text import Message
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, stopped_store, wait_for
+from tests.conversations.rig_daemon import (
+    ECHO,
+    DaemonRig,
+    blocked_store,
+    details,
+    read_turn,
+    wait_for,
+)
 
 LONG = pb.Sampling(max_tokens=60, ignore_eos=True)  # takes 0.3 s, at 5 ms a token
 
@@ -32,15 +39,15 @@ def load(num_waiting: int = 0, waiting_since: float | None = None) -> DaemonLoad
     )
 
 
-def behind(seconds: float) -> DaemonLoad:
-    """Return a load with prompts of so many predicted seconds ahead, which the engine has room for."""
+def load_with_prompts(seconds: float) -> DaemonLoad:
+    """Return a load with prompts of `seconds` predicted seconds ahead. The engine has room for them."""
     return DaemonLoad(False, True, 1, 1, lambda: WorkAhead(0, seconds))
 
 
 # -- the estimate --
 
 
-def test_nobody_waiting_is_no_wait_whatever_was_before() -> None:
+def test_the_predicted_wait_is_zero_while_no_turn_waits() -> None:
     admission = Admission(10, {}, now=0.0)
     for second in range(20, 120, 5):
         admission.turn_admitted(0.0, float(second))
@@ -62,14 +69,14 @@ def test_the_predicted_wait_counts_only_waiting_turns() -> None:
     assert admission.refusal("", load(9, 0.0), 1.0, 19.9) is None
 
 
-def test_an_engine_that_admits_nobody_makes_everybody_wait() -> None:
+def test_the_predicted_wait_grows_while_the_engine_admits_no_turn() -> None:
     admission = Admission(10, {}, now=0.0)
     admission.turn_admitted(1.0, 1.0)
     assert admission.wait_seconds(load(1, 50.0), 50.0) == 0.0
     assert admission.wait_seconds(load(1, 50.0), 80.0) == 30.0
 
 
-def test_time_in_which_nobody_waited_slows_no_estimate() -> None:
+def test_idle_time_does_not_increase_the_predicted_wait() -> None:
     admission = Admission(10, {}, now=0.0)
     for hour in range(1, 10):
         admission.turn_admitted(3600.0 * hour - 0.2, 3600.0 * hour)
@@ -88,34 +95,38 @@ def paced(seconds_per_predicted: float, **settings: float) -> Admission:
     return admission
 
 
-def test_prompts_ahead_take_what_such_prompts_took() -> None:
-    assert Admission(10, {}, now=0.0).wait_seconds(behind(100.0), 0.0) == 0.0, "nothing is known"
+def test_the_wait_for_prompts_ahead_is_scaled_by_the_measured_pace() -> None:
+    assert Admission(10, {}, now=0.0).wait_seconds(load_with_prompts(100.0), 0.0) == 0.0, (
+        "no prompt has been measured"
+    )
     admission = paced(1.5)
-    assert admission.wait_seconds(behind(4.0), 3.0) == pytest.approx(6.0)
-    assert admission.wait_seconds(behind(0.0), 3.0) == 0.0
-    refusal = admission.refusal("", behind(4.0), 5.0, 3.0)
+    assert admission.wait_seconds(load_with_prompts(4.0), 3.0) == pytest.approx(6.0)
+    assert admission.wait_seconds(load_with_prompts(0.0), 3.0) == 0.0
+    refusal = admission.refusal("", load_with_prompts(4.0), 5.0, 3.0)
     assert isinstance(refusal, DeadlineExceeded)
     assert refusal.retry_after_seconds == pytest.approx(1.0)
-    assert admission.refusal("", behind(4.0), 6.5, 3.0) is None
+    assert admission.refusal("", load_with_prompts(4.0), 6.5, 3.0) is None
     admission.engine_lost()
-    assert admission.wait_seconds(behind(4.0), 3.0) == 0.0
+    assert admission.wait_seconds(load_with_prompts(4.0), 3.0) == 0.0
 
 
-def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_come() -> None:
+def test_a_turn_beyond_the_ttft_objective_is_refused_with_a_retry_time() -> None:
     admission = paced(1.5, ttft_seconds=2.0)
-    assert admission.refusal("", behind(1.3), None, 3.0) is None
-    refusal = admission.refusal("", behind(4.0), 60.0, 3.0)
+    assert admission.refusal("", load_with_prompts(1.3), None, 3.0) is None
+    refusal = admission.refusal("", load_with_prompts(4.0), 60.0, 3.0)
     assert isinstance(refusal, QueueFull)
     assert refusal.limit == ""
     assert refusal.retry_after_seconds == pytest.approx(4.0)
     assert "wait 6.0 s for their first token" in str(refusal)
     assert "the objective (--ttft) is 2 s" in str(refusal)
     assert admission.num_refused_for_ttft == 1
-    assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses nobody"
-    assert paced(1.5).refusal("", behind(4.0), None, 3.0) is None, "there is no objective"
+    assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses no turn"
+    assert paced(1.5).refusal("", load_with_prompts(4.0), None, 3.0) is None, (
+        "there is no objective"
+    )
 
 
-def test_without_room_the_objective_is_held_against_the_rate_of_admissions() -> None:
+def test_with_a_full_engine_the_ttft_objective_uses_the_admission_rate() -> None:
     admission = Admission(50, {}, now=0.0, ttft_seconds=0.65)
     for tenth in range(1, 200):
         admission.turn_admitted(0.0, tenth / 10)
@@ -129,7 +140,7 @@ def test_without_room_the_objective_is_held_against_the_rate_of_admissions() -> 
 
 
 @pytest.fixture
-def one_by_one(tmp_path: Path) -> Iterator[DaemonRig]:
+def one_turn_rig(tmp_path: Path) -> Iterator[DaemonRig]:
     """A daemon whose engine has room for one turn, and takes 5 ms for a token."""
     config = DaemonConfig(
         grace_seconds=0.3,
@@ -140,7 +151,7 @@ def one_by_one(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-def ask(
+def turn_request(
     conversation_id: str, request_id: str, tenant: str = "", max_tokens: int = 60
 ) -> TurnRequest:
     options = TurnOptions(Sampling(max_tokens=max_tokens, ignore_eos=True))
@@ -151,7 +162,7 @@ def ask(
 
 
 def begin(rig: DaemonRig, *args: Any) -> LiveTurn:
-    live = rig.call(rig.daemon.begin(ask(*args)))
+    live = rig.call(rig.daemon.begin(turn_request(*args)))
     assert isinstance(live, LiveTurn)
     return live
 
@@ -166,13 +177,13 @@ def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
     return rig.call(call())
 
 
-def keep_the_store_busy(rig: DaemonRig, seconds: float) -> None:
+def block_the_store(rig: DaemonRig, seconds: float) -> None:
     for lane in rig.daemon.threads._lanes:
         on_the_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
 
 
-def test_after_a_burst_nobody_is_refused_for_it(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
+def test_no_turn_is_refused_because_of_an_earlier_burst(one_turn_rig: DaemonRig) -> None:
+    rig = one_turn_rig
     burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
     wait_for(lambda: rig.call(_waiting(rig)) > 3)
     wait_for(lambda: _wait_seconds(rig) > 0.02)
@@ -192,8 +203,10 @@ async def _waiting(rig: DaemonRig) -> int:
     return rig.daemon.conversations.turns.num_waiting
 
 
-def test_a_refusal_for_the_deadline_says_so(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
+def test_a_refusal_because_of_the_deadline_has_the_reason_deadline_exceeded(
+    one_turn_rig: DaemonRig,
+) -> None:
+    rig = one_turn_rig
     endless = pb.Sampling(max_tokens=2000, ignore_eos=True)
     turns = [rig.send(f"long{i}", "hello", sampling=endless) for i in range(2)]
     wait_for(lambda: rig.num_live == 2 and rig.call(_waiting(rig)) == 1)
@@ -205,9 +218,9 @@ def test_a_refusal_for_the_deadline_says_so(one_by_one: DaemonRig) -> None:
         turn.cancel()
 
 
-def test_a_retry_is_not_refused_because_of_its_own_turn(one_by_one: DaemonRig) -> None:
+def test_a_retry_is_not_refused_because_of_its_own_turn(one_turn_rig: DaemonRig) -> None:
     """Attaching to a turn, or replaying its reply, begins no turn. So no limit applies."""
-    rig = one_by_one
+    rig = one_turn_rig
     for tenant in ("few", "slow"):
         live = begin(rig, "c", "r1", tenant)
         assert begin(rig, "c", "r1", tenant) is live
@@ -227,43 +240,43 @@ def test_a_retry_is_not_refused_because_of_its_own_turn(one_by_one: DaemonRig) -
     rig.daemon.draining = False
 
 
-def test_a_tenant_in_debt_may_still_reattach_to_its_turn(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
+def test_a_tenant_over_its_token_rate_can_reattach_to_its_turn(one_turn_rig: DaemonRig) -> None:
+    rig = one_turn_rig
     live = begin(rig, "c", "r1", "slow")
-    on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _nothing))
+    on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _ignore))
     with pytest.raises(QueueFull, match="1 tokens per second"):
         begin(rig, "c", "r2", "slow")
     assert begin(rig, "c", "r1", "slow").reply.token_ids == live.reply.token_ids
 
 
-async def _nothing(tokens: ReplyTokens) -> None:
+async def _ignore(tokens: ReplyTokens) -> None:
     pass
 
 
 # -- the grace period while the store is busy --
 
 
-def test_attaching_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
+def test_attaching_to_a_running_turn_does_not_wait_for_the_store(one_turn_rig: DaemonRig) -> None:
+    rig = one_turn_rig
     first = rig.send("c", "hello", request_id="r1", sampling=LONG)
     assert next(iter(first)).started.attempt == 1
-    with stopped_store(rig):
+    with blocked_store(rig):
         first.cancel()
         again = rig.send("c", "hello", request_id="r1", sampling=LONG, seconds=30)
         started = next(iter(again)).started
     assert (started.attempt, started.replayed) == (1, False)
-    assert len(said(again).token_ids) == 60
+    assert len(read_turn(again).token_ids) == 60
 
 
-def test_a_turn_waits_for_a_reader_whom_the_store_holds_up(one_by_one: DaemonRig) -> None:
+def test_a_turn_is_not_given_up_while_the_store_delays_its_retry(one_turn_rig: DaemonRig) -> None:
     """The client disconnects before its turn begins, and retries. The store delays the retry."""
-    rig = one_by_one
+    rig = one_turn_rig
     rig.ask("c", "first")
-    keep_the_store_busy(rig, 0.3)
+    block_the_store(rig, 0.3)
     first = rig.send("c", "hello", request_id="r1", sampling=LONG)
     wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)
     first.cancel()
-    keep_the_store_busy(rig, 0.8)
+    block_the_store(rig, 0.8)
     again = rig.ask("c", "hello", request_id="r1", sampling=LONG)
     assert again.started.attempt == 1
     assert len(again.token_ids) == 60
@@ -272,10 +285,10 @@ def test_a_turn_waits_for_a_reader_whom_the_store_holds_up(one_by_one: DaemonRig
 # -- quotas --
 
 
-def test_turns_about_to_begin_count_for_their_tenant(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
-    keep_the_store_busy(rig, 0.5)
-    on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask("c", "r1", "few")))
+def test_turns_about_to_begin_count_towards_the_tenants_limit(one_turn_rig: DaemonRig) -> None:
+    rig = one_turn_rig
+    block_the_store(rig, 0.5)
+    on_the_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request("c", "r1", "few")))
     wait_for(lambda: rig.daemon.conversations.arriving.num_of_tenant("few") == 1)
     with pytest.raises(QueueFull, match="1 turns at once"):
         begin(rig, "d", "r2", "few")
@@ -283,15 +296,15 @@ def test_turns_about_to_begin_count_for_their_tenant(one_by_one: DaemonRig) -> N
     begin(rig, "d", "r2", "few")
 
 
-def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
+def test_turns_about_to_begin_count_as_ahead_of_a_new_turn(one_turn_rig: DaemonRig) -> None:
+    rig = one_turn_rig
 
     def num_ahead(priority: int = 0) -> float:
         return on_the_loop(rig, lambda: rig.daemon._load(priority=priority).ahead().num_turns)
 
-    with stopped_store(rig):
+    with blocked_store(rig):
         for name in ("c", "d"):
-            on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask(name, "r1")))
+            on_the_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request(name, "r1")))
         wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
         assert num_ahead() == 2
         assert num_ahead(priority=1) == 0
@@ -299,15 +312,15 @@ def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> No
     assert num_ahead() == 0
 
 
-async def _begun(rig: DaemonRig, wanted: TurnRequest) -> None:
+async def _begin(rig: DaemonRig, wanted: TurnRequest) -> None:
     await rig.daemon.begin(wanted)
 
 
 @pytest.mark.parametrize("how", ["gone", "deleted"])
-def test_a_client_that_leaves_early_pays_for_the_computed_tokens(
-    one_by_one: DaemonRig, how: str
+def test_a_tenant_is_charged_for_computed_tokens_after_a_disconnect_or_deletion(
+    one_turn_rig: DaemonRig, how: str
 ) -> None:
-    rig = one_by_one
+    rig = one_turn_rig
     live = begin(rig, "c", "r1", "slow")
     wait_for(lambda: live.num_tokens > 15)  # the tenant may use 10 at once, and then 1 a second
     if how == "deleted":
@@ -317,8 +330,8 @@ def test_a_client_that_leaves_early_pays_for_the_computed_tokens(
         begin(rig, "d", "r2", "slow")
 
 
-def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
-    rig = one_by_one
+def test_a_turn_deleted_while_it_waits_is_not_charged(one_turn_rig: DaemonRig) -> None:
+    rig = one_turn_rig
     first = begin(rig, "c", "r1")
     waiting = begin(rig, "d", "r2", "slow")
     on_the_loop(rig, lambda: rig.daemon.conversations.delete("d", "slow"))
@@ -331,9 +344,9 @@ def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
 
 
 def test_a_damaged_history_can_be_read_but_not_changed(
-    one_by_one: DaemonRig, monkeypatch: pytest.MonkeyPatch
+    one_turn_rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, stub = one_by_one, one_by_one.stub
+    rig, stub = one_turn_rig, one_turn_rig.stub
     rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3))
     monkeypatch.setattr(rig.daemon.store, "integrity_check", lambda: ["page 7 is torn"])
     on_the_loop(rig, lambda: rig.daemon.damage.check(rig.lines.append))

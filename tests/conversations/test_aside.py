@@ -12,7 +12,7 @@ import pytest
 from pensieve.conversations.threads import aside
 
 
-def test_its_result_and_its_error_come_back() -> None:
+def test_aside_returns_the_result_or_raises_the_error() -> None:
     async def scenario() -> None:
         assert await aside(divmod, 7, 2) == (3, 1)
         assert (await aside(threading.current_thread)) is not threading.current_thread()
@@ -22,7 +22,7 @@ def test_its_result_and_its_error_come_back() -> None:
     asyncio.run(scenario())
 
 
-def test_who_waits_no_more_is_not_told() -> None:
+def test_a_result_after_the_caller_was_cancelled_is_ignored() -> None:
     release = threading.Event()
 
     async def scenario() -> None:
@@ -37,7 +37,7 @@ def test_who_waits_no_more_is_not_told() -> None:
     asyncio.run(scenario())
 
 
-def test_a_process_ends_without_it() -> None:
+def test_a_process_exits_while_an_aside_call_still_runs() -> None:
     code = """
 import asyncio, time
 from pensieve.conversations.threads import aside

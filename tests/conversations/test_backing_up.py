@@ -30,23 +30,23 @@ from tests.cluster.sharing import needs_sqlite
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "backup.md"
-OFTEN = "from pensieve.conversations import backing_up; backing_up.SECONDS = 0.1"
+FREQUENT_BACKUPS = "from pensieve.conversations import backing_up; backing_up.SECONDS = 0.1"
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_backups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing_up, "SECONDS", 0.02)
     monkeypatch.setattr(backing_up, "PAUSE_SHARE", 0.0)
 
 
-def rig_of(folder: Path, keep_seconds: float = 0.0) -> DaemonRig:
+def rig_with_backup(folder: Path, keep_seconds: float = 0.0) -> DaemonRig:
     config = BackupConfig(folder / "backup", keep_seconds)
     return DaemonRig(folder / "data", config=DaemonConfig(grace_seconds=0.2, backup=config))
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
-    with rig_of(tmp_path) as rig:
+    with rig_with_backup(tmp_path) as rig:
         wait_for(lambda: (tmp_path / "backup").exists() and points(tmp_path / "backup"))
         yield rig
 
@@ -64,7 +64,7 @@ def delete(rig: DaemonRig, conversation_id: str) -> None:
         assert not file.is_file() or b"a secret" not in file.read_bytes()
 
 
-def test_each_moment_under_load_has_exactly_the_turns_acknowledged_by_then(
+def test_a_backup_under_load_restores_all_turns_acknowledged_by_then(
     rig: DaemonRig, tmp_path: Path
 ) -> None:
     folder, acknowledged_at = tmp_path / "backup", list[float]()
@@ -81,7 +81,9 @@ def test_each_moment_under_load_has_exactly_the_turns_acknowledged_by_then(
             assert sum(when <= at for when in acknowledged_at) <= len(said)
 
 
-def test_a_clean_stop_writes_the_last_turn_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_a_clean_stop_backs_up_the_last_turn_and_a_restart_begins_a_new_generation(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "backup"
     process = ServeProcess(tmp_path / "data", "--backup", str(folder))
     process.start()
@@ -102,7 +104,7 @@ def test_a_clean_stop_writes_the_last_turn_and_the_next_start_goes_on(tmp_path: 
     process.stop()
 
 
-def test_a_full_backup_disk_is_reported_and_stops_nothing(
+def test_a_full_backup_disk_is_reported_and_does_not_stop_turns_or_deletions(
     rig: DaemonRig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,7 +132,7 @@ def test_a_full_backup_disk_is_reported_and_stops_nothing(
     assert len(points(tmp_path / "backup")) == 1
 
 
-def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_the_end(
+def test_an_unresponsive_backup_folder_does_not_block_turns_deletions_or_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, answers = tmp_path / "backup", threading.Event()
@@ -144,7 +146,7 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
 
     monkeypatch.setattr(backing_up, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(backing_up, "SLOW_SECONDS", 0.1)
-    with rig_of(tmp_path) as rig:
+    with rig_with_backup(tmp_path) as rig:
         wait_for(lambda: folder.exists() and points(folder))
         monkeypatch.setattr(backup, "new_file", hang)
         rig.ask("tea", "a secret")
@@ -157,17 +159,17 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
     answers.set()
 
 
-def test_generations_change_and_old_ones_are_dropped(
+def test_new_generations_begin_and_old_generations_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backup, "GENERATION_SECONDS", 0.1)
     folder = tmp_path / "backup"
 
-    def is_there() -> bool:
+    def is_in_backup() -> bool:
         files = [file for file in folder.rglob("*") if file.is_file()]
         return any(b"a secret" in file.read_bytes() for file in files)
 
-    with rig_of(tmp_path, keep_seconds=0.3) as rig:
+    with rig_with_backup(tmp_path, keep_seconds=0.3) as rig:
         rig.ask("tea", "a secret")
         delete(rig, "tea")
 
@@ -177,10 +179,10 @@ def test_generations_change_and_old_ones_are_dropped(
 
         wait_for(is_dropped)
     assert len(points(folder)) > 1
-    assert not is_there()
+    assert not is_in_backup()
 
 
-def test_the_command_copies_a_history_also_while_a_daemon_serves_it(
+def test_the_backup_command_copies_a_history_that_a_daemon_serves(
     rig: DaemonRig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig.ask("tea", "hello")
@@ -194,7 +196,7 @@ def test_the_command_copies_a_history_also_while_a_daemon_serves_it(
     assert restore(tmp_path / "copy", tmp_path / "restored").messages == 4
 
 
-def test_the_command_copies_a_history_that_nobody_serves(
+def test_the_backup_command_copies_a_history_that_no_daemon_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -211,7 +213,7 @@ def test_the_command_copies_a_history_that_nobody_serves(
     assert main(["backup", copy, "--data", str(tmp_path / "nowhere")]) == 3
 
 
-def test_the_drill_of_the_docs_works_as_it_is_written(
+def test_the_drill_in_the_docs_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run the documented commands line by line, with other folders and the echo engine."""
@@ -232,7 +234,7 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
             words = shlex.split(line)
             if words[:2] == ["pensieve", "serve"]:
                 ready = tmp_path / f"ready-{len(daemons)}"
-                program = f"{OFTEN}; from pensieve.cli.main import main; main()"
+                program = f"{FREQUENT_BACKUPS}; from pensieve.cli.main import main; main()"
                 words = [sys.executable, "-c", program, *words[1:], "--ready-file", str(ready)]
                 daemons.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
                 wait_for(ready.exists)
@@ -250,12 +252,12 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
     assert any("nothing is wrong" in each for each in outputs)
 
 
-class Sharing:
+class SharingDaemon:
     """`pensieve serve` on a history file, with a backup every tenth of a second."""
 
     def __init__(self, folder: Path, name: str) -> None:
         ready = folder / f"{name}.ready"
-        program = f"{OFTEN}; from pensieve.cli.main import main; main()"
+        program = f"{FREQUENT_BACKUPS}; from pensieve.cli.main import main; main()"
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", program, "serve", "--data", str(folder / name)),
@@ -280,7 +282,7 @@ class Sharing:
 
 @needs_sqlite
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_another_takes_over(
+def test_another_daemon_takes_over_the_backup_of_a_shared_file(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     folder = tmp_path / "backup"
@@ -291,7 +293,7 @@ def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_anothe
         return False
 
     with contextlib.ExitStack() as stack:
-        one, two = (Sharing(tmp_path, name) for name in ("one", "two"))
+        one, two = (SharingDaemon(tmp_path, name) for name in ("one", "two"))
         for each in (one, two):
             stack.callback(each.end)
         two.say("hello")
@@ -314,7 +316,7 @@ def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_anothe
 
 
 @needs_sqlite
-def test_only_who_writes_the_backup_has_figures_of_it(tmp_path: Path) -> None:
+def test_only_the_daemon_that_writes_the_backup_reports_its_age(tmp_path: Path) -> None:
     url, folder = f"sqlite://{tmp_path / 'history.db'}", tmp_path / "backup"
     config = DaemonConfig(backup=BackupConfig(folder))
     with (
@@ -327,7 +329,7 @@ def test_only_who_writes_the_backup_has_figures_of_it(tmp_path: Path) -> None:
 
 
 @needs_sqlite
-def test_the_command_copies_a_file_that_daemons_share(
+def test_the_backup_command_copies_a_file_that_daemons_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, copy = f"sqlite://{tmp_path / 'history.db'}", str(tmp_path / "copy")

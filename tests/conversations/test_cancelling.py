@@ -1,4 +1,4 @@
-"""A client cancels a turn: what is kept, what the client is told, and what others see."""
+"""Cancelling a turn: which tokens are kept, and what the client and other readers get."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import (
     ECHO,
     DaemonRig,
+    blocked_store,
     details,
-    said,
-    stopped_store,
+    read_turn,
     wait_for,
 )
 from tests.conversations.test_daemon import wrong_tokens
@@ -49,7 +49,7 @@ def cancel(rig: DaemonRig, name: str, **fields: Any) -> tuple[bool, int]:
     return answer.was_running, answer.finish_reason
 
 
-def test_exactly_the_tokens_that_the_client_took_are_kept(rig: DaemonRig) -> None:
+def test_a_cancellation_keeps_exactly_the_requested_number_of_tokens(rig: DaemonRig) -> None:
     stream = begin(rig, "c", 10)
     stream.cancel()
     kept = cancel(rig, "c", request_id="r", keep_tokens=3)
@@ -61,7 +61,7 @@ def test_exactly_the_tokens_that_the_client_took_are_kept(rig: DaemonRig) -> Non
     assert wrong_tokens(rig, "c") == 0
 
 
-def test_the_usage_of_a_cut_turn_counts_only_its_kept_reply(rig: DaemonRig) -> None:
+def test_the_usage_of_a_cancelled_turn_counts_only_the_kept_tokens(rig: DaemonRig) -> None:
     stream = begin(rig, "c", 10)
 
     async def look() -> Any:
@@ -74,10 +74,10 @@ def test_the_usage_of_a_cut_turn_counts_only_its_kept_reply(rig: DaemonRig) -> N
     again = rig.ask("c", "hello", request_id="r", sampling=LONG)
     assert (len(again.token_ids), again.completed.usage.output_tokens) == (3, 3)
     assert live.figures["output_tokens"] == 3
-    assert live.num_charged_tokens >= live.prompt_tokens + 10, "what was computed is paid for"
+    assert live.num_charged_tokens >= live.prompt_tokens + 10, "all computed tokens are charged"
 
 
-def test_more_than_there_are_is_all_there_is(rig: DaemonRig) -> None:
+def test_keep_tokens_beyond_the_reply_keeps_the_whole_reply(rig: DaemonRig) -> None:
     begin(rig, "c", 2).cancel()
     assert cancel(rig, "c", keep_tokens=100_000)[0]
     assert 2 <= len(rig.messages("c")[1].token_ids) < 90_000
@@ -85,7 +85,7 @@ def test_more_than_there_are_is_all_there_is(rig: DaemonRig) -> None:
     assert wrong_tokens(rig, "c") == 0
 
 
-def test_nothing_stays_and_the_same_request_begins_again(rig: DaemonRig) -> None:
+def test_keep_tokens_zero_removes_the_turn_and_its_request_can_run_again(rig: DaemonRig) -> None:
     begin(rig, "c", 4).cancel()
     assert cancel(rig, "c", request_id="r", keep_tokens=0) == (True, 0)
     assert rig.messages("c") == []
@@ -98,13 +98,15 @@ def test_nothing_stays_and_the_same_request_begins_again(rig: DaemonRig) -> None
     assert wrong_tokens(rig, "c") == 0
 
 
-def test_what_was_taken_in_another_attempt_does_not_stay(rig: DaemonRig) -> None:
+def test_a_cancellation_of_another_attempt_keeps_nothing(rig: DaemonRig) -> None:
     begin(rig, "c", 4).cancel()
     assert cancel(rig, "c", keep_tokens=4, attempt=2) == (True, 0)
     assert rig.messages("c") == []
 
 
-def test_a_turn_that_had_ended_stays_as_it_is_and_the_client_hears_how(rig: DaemonRig) -> None:
+def test_cancelling_an_ended_turn_changes_nothing_and_returns_its_finish_reason(
+    rig: DaemonRig,
+) -> None:
     turn_id = rig.ask("c", "hello", request_id="r", sampling=SHORT).started.turn_id
     begin(rig, "d", 2).cancel()
     cancel(rig, "d", request_id="r", keep_tokens=2)
@@ -124,10 +126,10 @@ def test_a_turn_that_had_ended_stays_as_it_is_and_the_client_hears_how(rig: Daem
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_turn_that_is_about_to_begin_is_ended_when_it_has(rig: DaemonRig) -> None:
+def test_a_turn_cancelled_before_it_begins_ends_once_it_has_begun(rig: DaemonRig) -> None:
     rig.ask("c", "before", sampling=SHORT)
     with ThreadPoolExecutor(1) as pool:
-        with stopped_store(rig):
+        with blocked_store(rig):
             stream = rig.send("c", "hello", request_id="r", sampling=LONG)
             wait_for(lambda: rig.daemon.conversations.arriving.num_turns)
             stream.cancel()
@@ -137,11 +139,11 @@ def test_a_turn_that_is_about_to_begin_is_ended_when_it_has(rig: DaemonRig) -> N
     assert len(rig.messages("c")) == 2
 
 
-def test_an_end_that_is_on_its_way_to_the_store_is_waited_for(rig: DaemonRig) -> None:
+def test_a_cancellation_waits_for_an_end_that_is_being_stored(rig: DaemonRig) -> None:
     stream = rig.send("c", "hello", request_id="r", sampling=SHORT)
     next(stream)
     with ThreadPoolExecutor(1) as pool:
-        with stopped_store(rig):
+        with blocked_store(rig):
             num_lanes = rig.daemon.store.num_lanes
             wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == num_lanes + 1)
             ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
@@ -149,26 +151,26 @@ def test_an_end_that_is_on_its_way_to_the_store_is_waited_for(rig: DaemonRig) ->
             wait_for(lambda: sum(map(len, followers.values())) == 2)  # the stream, the cancellation
             assert not ended.done()
         assert ended.result() == (True, pb.FINISH_REASON_LENGTH)
-    assert said(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH
+    assert read_turn(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH
     assert len(rig.messages("c")) == 2
 
 
-def test_another_reader_that_was_sent_more_is_told_so(rig: DaemonRig) -> None:
+def test_a_reader_that_received_more_than_was_kept_gets_turn_interrupted(rig: DaemonRig) -> None:
     stream = begin(rig, "c", 10)
     assert cancel(rig, "c", keep_tokens=3) == (True, pb.FINISH_REASON_CANCELLED)
     with pytest.raises(grpc.RpcError) as error:
-        said(stream)
+        read_turn(stream)
     assert error.value.code() is grpc.StatusCode.ABORTED
     assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
     replay = rig.ask("c", "hello", request_id="r", sampling=LONG)
     assert (len(replay.token_ids), replay.started.replayed) == (3, True)
 
 
-def test_others_are_told_that_nothing_stays(rig: DaemonRig) -> None:
+def test_other_readers_get_turn_interrupted_if_nothing_is_kept(rig: DaemonRig) -> None:
     stream = begin(rig, "c", 3)
     assert cancel(rig, "c", keep_tokens=0) == (True, 0)
     with pytest.raises(grpc.RpcError) as error:
-        said(stream)
+        read_turn(stream)
     assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
 
 
@@ -180,7 +182,7 @@ def test_others_are_told_that_nothing_stays(rig: DaemonRig) -> None:
         ({"attempt": -1}, "attempt"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_name(
+def test_an_invalid_cancellation_is_refused_with_its_field_name(
     rig: DaemonRig, fields: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:

@@ -71,7 +71,7 @@ def test_a_changed_page_of_the_host_tier_is_recomputed(
         assert replay(lines) > 100
 
 
-def test_without_the_check_such_a_page_would_be_served(tmp_path: Path) -> None:
+def test_without_the_check_a_changed_page_gives_wrong_tokens(tmp_path: Path) -> None:
     """The same change alters replies if pages are not checked."""
     folder = write_model(tmp_path / "model", QWEN_2_5)
     with started(folder, tmp_path / "data") as runtime:
@@ -84,7 +84,7 @@ def test_without_the_check_such_a_page_would_be_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checksum_is_of_the_slots_that_were_copied(dtype: torch.dtype) -> None:
+def test_a_checksum_covers_only_the_copied_slots(dtype: torch.dtype) -> None:
     arena = torch.randn(3, 4, 2, 2, 8, 16).to(dtype)
     checksums = PageChecksums(arena)
     checksums.copied(page=1, num_slots=5)

@@ -29,7 +29,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import figures, finish, started, step, write_model
 from tests.conversations.rig_daemon import DaemonRig
-from tests.conversations.schemas import a_whole_schema, is_valid
+from tests.conversations.schemas import is_valid, random_root_schema
 from tests.text.families import QWEN_2_5
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
@@ -71,17 +71,17 @@ def sampling(seed: int, **options: Any) -> Sampling:
     return Sampling(**{"temperature": 1.0, "seed": seed + 1, "max_tokens": 250, **options})
 
 
-def of_schema(schema: dict[str, Any]) -> Constraint:
+def schema_constraint(schema: dict[str, Any]) -> Constraint:
     return Constraint(Kind.JSON_SCHEMA, json.dumps(schema))
 
 
-class Asked:
+class ConstrainedTurns:
     """Turns with constraints, which are the same in every runtime."""
 
     def __init__(self, num_schemas: int, seed: int = 0) -> None:
         chance = random.Random(seed)
-        self.schemas = [a_whole_schema(chance) for _ in range(num_schemas)]
-        self.constraints = [of_schema(each) for each in self.schemas]
+        self.schemas = [random_root_schema(chance) for _ in range(num_schemas)]
+        self.constraints = [schema_constraint(each) for each in self.schemas]
         self.constraints += [constraint for constraint, _ in FORMS.values()]
 
     def send(self, runtime: Runtime, number: int, request_id: str = "") -> LiveTurn:
@@ -98,7 +98,7 @@ class Asked:
             runtime.conversations.create(f"c{number}")
         return [self.send(runtime, number) for number in range(len(self.constraints))]
 
-    def num_whole(self, turns: list[LiveTurn]) -> int:
+    def check_replies(self, turns: list[LiveTurn]) -> int:
         """Check each finished reply against its constraint. Return how many replies finished."""
         whole = 0
         for number, turn in enumerate(turns):
@@ -114,7 +114,7 @@ class Asked:
         return whole
 
 
-def words_of(turns: list[LiveTurn]) -> list[tuple[list[int], str]]:
+def replies_of(turns: list[LiveTurn]) -> list[tuple[list[int], str]]:
     return [(list(turn.reply.token_ids), turn.text) for turn in turns]
 
 
@@ -123,25 +123,27 @@ TIGHT = {"device_cache": "320t", "host_cache": "160t", "turns_max": "12"}
 
 
 @pytest.mark.parametrize("model", ["builtin", "random"])
-def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> None:
+def test_every_reply_matches_its_constraint_under_memory_pressure(
+    model: str, tmp_path: Path
+) -> None:
     """Turns are suspended, moved and recomputed. The tokens equal the tokens without memory pressure."""
     path = MODEL_PATH
     if model == "random":
         path = write_model(tmp_path / "model", QWEN_2_5)
-    wanted = Asked(20, seed=7)
+    wanted = ConstrainedTurns(20, seed=7)
     with started(path, tmp_path / "roomy", **ROOMY) as runtime:
         finish(runtime, turns := wanted.send_all(runtime))
-        assert wanted.num_whole(turns) > 0.7 * len(turns)
+        assert wanted.check_replies(turns) > 0.7 * len(turns)
         assert figures(runtime)["suspensions"] == 0
     with started(path, tmp_path / "tight", **TIGHT) as runtime:
         finish(runtime, again := wanted.send_all(runtime))
         assert figures(runtime)["suspensions"] > 0
-    assert words_of(again) == words_of(turns)
+    assert replies_of(again) == replies_of(turns)
 
 
-def test_a_turn_that_is_begun_again_says_the_same(tmp_path: Path) -> None:
+def test_a_constrained_turn_restarted_after_a_crash_has_the_same_reply(tmp_path: Path) -> None:
     """The process ends during a reply. The next process gets each request twice: before and after a reply."""
-    wanted = Asked(3, seed=3)
+    wanted = ConstrainedTurns(3, seed=3)
     with started(MODEL_PATH, tmp_path / "whole") as runtime:
         finish(runtime, whole := wanted.send_all(runtime))
     with started(MODEL_PATH, tmp_path / "data") as runtime:
@@ -154,13 +156,13 @@ def test_a_turn_that_is_begun_again_says_the_same(tmp_path: Path) -> None:
         numbers = range(len(wanted.constraints))
         again = [wanted.send(runtime, number, "r") for number in numbers]
         finish(runtime, again)
-        assert words_of(again) == words_of(whole)
+        assert replies_of(again) == replies_of(whole)
         replays = [wanted.send(runtime, number, "r") for number in numbers]
         assert all(each.replayed for each in replays)
-        assert words_of(replays) == words_of(whole)
+        assert replies_of(replays) == replies_of(whole)
 
 
-def test_turns_beside_them_say_what_they_say_alone(tmp_path: Path) -> None:
+def test_constrained_turns_do_not_change_the_replies_of_other_turns(tmp_path: Path) -> None:
     def free(runtime: Runtime) -> list[LiveTurn]:
         for number in range(6):
             runtime.conversations.create(f"free{number}")
@@ -175,15 +177,15 @@ def test_turns_beside_them_say_what_they_say_alone(tmp_path: Path) -> None:
 
     with started(MODEL_PATH, tmp_path / "alone", **ROOMY) as runtime:
         finish(runtime, alone := free(runtime))
-    wanted = Asked(6, seed=5)
+    wanted = ConstrainedTurns(6, seed=5)
     with started(MODEL_PATH, tmp_path / "beside", **ROOMY) as runtime:
         held = wanted.send_all(runtime)
         finish(runtime, [*(beside := free(runtime)), *held])
-    assert words_of(beside) == words_of(alone)
-    assert wanted.num_whole(held) > 0
+    assert replies_of(beside) == replies_of(alone)
+    assert wanted.check_replies(held) > 0
 
 
-def test_the_same_request_has_the_same_constraint() -> None:
+def test_requests_are_the_same_only_if_their_constraints_are() -> None:
     def ask(constraint: Constraint | None, given: dict[str, Any] | None = None) -> TurnRequest:
         options = TurnOptions(Sampling(), constraint=constraint)
         return TurnRequest("c", (Message("user", "hi"),), options, given_sampling=given)
@@ -196,7 +198,7 @@ def test_the_same_request_has_the_same_constraint() -> None:
         assert "constraint" not in ask(None, given).sampling_given
 
 
-def test_what_was_checked_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checked_constraint_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_once = Grammars.compile
 
@@ -219,28 +221,28 @@ def test_what_was_checked_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch)
     assert len(constraints._known) == KNOWN_MAX
 
 
-def test_a_constraint_beside_ignore_eos_is_refused() -> None:
+def test_a_constraint_with_ignore_eos_is_refused() -> None:
     options = TurnOptions(Sampling(ignore_eos=True), constraint=choice_of(("a",)))
     with pytest.raises(InvalidArgument, match=r"sampling\.ignore_eos"):
         ConstraintChecker(Tokenizer.load(MODEL_PATH)).check(options)
     ConstraintChecker(Tokenizer.load(MODEL_PATH)).check(replace(options, sampling=Sampling()))
 
 
-def many(number: int) -> dict[str, Any]:
+def schema_with_properties(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{each}": {} for each in range(number)}}
 
 
-HOPELESS: dict[str, tuple[Any, str | None]] = {
+IMPOSSIBLE: dict[str, tuple[Any, str | None]] = {
     "nested": ({"json_schema": '{"items":' * 3_000 + "{}" + "}" * 3_000}, "json_schema"),
     "enum of 50,000": ({"json_schema": json.dumps({"enum": [*range(50_000)]})}, None),
-    "a megabyte": ({"json_schema": json.dumps(many(100_000))}, None),
-    "many properties": ({"json_schema": json.dumps(many(3_000))}, "json_schema"),
-    "to nowhere": ({"json_schema": '{"$ref": "#/none"}'}, "json_schema"),
-    "to a file": ({"json_schema": '{"$ref": "file:///etc/passwd"}'}, "json_schema"),
-    "a circle": ({"json_schema": '{"$ref": "#"}'}, "json_schema"),
+    "a megabyte": ({"json_schema": json.dumps(schema_with_properties(100_000))}, None),
+    "many properties": ({"json_schema": json.dumps(schema_with_properties(3_000))}, "json_schema"),
+    "unknown reference": ({"json_schema": '{"$ref": "#/none"}'}, "json_schema"),
+    "reference to a file": ({"json_schema": '{"$ref": "file:///etc/passwd"}'}, "json_schema"),
+    "circular reference": ({"json_schema": '{"$ref": "#"}'}, "json_schema"),
     "no JSON": ({"json_schema": "{"}, "json_schema"),
     "no regex": ({"regex": "(a"}, "regex"),
-    "looks back": ({"regex": r"(a)\1"}, "regex"),
+    "back-reference": ({"regex": r"(a)\1"}, "regex"),
     "no grammar": ({"grammar": "start: none"}, "grammar"),
     "no choice": ({"choice": pb.Choices()}, "choice"),
 }
@@ -252,12 +254,12 @@ COSTLY: dict[str, Any] = {
             {"anyOf": [{"type": "string", "pattern": f"^[ab]*{n}[a-z]+$"} for n in range(200)]}
         )
     },
-    "900 properties": {"json_schema": json.dumps(many(900))},
+    "900 properties": {"json_schema": json.dumps(schema_with_properties(900))},
     "ambiguous": {"grammar": 'start: x\nx: "a" | x x | "a" x'},
 }
 
 
-def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
+def test_impossible_and_costly_constraints_do_not_disturb_another_stream(tmp_path: Path) -> None:
     """Meanwhile another stream continues, and gives the same tokens as when it runs alone."""
     written = {"device_cache": "4000t", "host_cache": "400t"}
     talk: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
@@ -270,7 +272,7 @@ def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
                 target=lambda: said.append(client.conversation("beside").ask("Hello.", **talk))
             )
             speaker.start()
-            for number, (given, field) in enumerate(HOPELESS.values()):
+            for number, (given, field) in enumerate(IMPOSSIBLE.values()):
                 request = pb.SendMessageRequest(
                     conversation_id=f"h{number}",
                     messages=[pb.NewMessage(role=pb.ROLE_USER, content="hi")],
@@ -296,7 +298,7 @@ def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
         assert rig.daemon.engine.num_restarts == 0
 
 
-def test_the_sdk_says_each_kind(tmp_path: Path) -> None:
+def test_the_sdk_sends_each_kind_of_constraint(tmp_path: Path) -> None:
     written = {"device_cache": "2000t", "host_cache": "400t"}
     schema = {
         "type": "object",
@@ -310,17 +312,17 @@ def test_the_sdk_says_each_kind(tmp_path: Path) -> None:
     ):
         conversation = client.conversation("c")
 
-        def said(**given: Any) -> str:
+        def reply_to(**given: Any) -> str:
             constraint: Any = given
             reply = conversation.ask("And now?", constraint=constraint, max_tokens=120)
             assert reply.finish_reason == "stop"
             return reply.text
 
         for given in (schema, json.dumps(schema)):
-            assert json.loads(said(json_schema=given))["city"] in ("Oslo", "Rome")
-        assert said(choice=["left", "right"]) in ("left", "right")
-        assert re.fullmatch("[0-9]{4}", said(regex="[0-9]{4}"))
-        assert said(grammar='start: "a" "b"') == "ab"
+            assert json.loads(reply_to(json_schema=given))["city"] in ("Oslo", "Rome")
+        assert reply_to(choice=["left", "right"]) in ("left", "right")
+        assert re.fullmatch("[0-9]{4}", reply_to(regex="[0-9]{4}"))
+        assert reply_to(grammar='start: "a" "b"') == "ab"
         assert conversation.ask("Then?", constraint={"json_object": True}).text.startswith("{")
         wrong: Any
         for wrong in ({}, {"regex": "a", "grammar": "b"}, {"poem": "roses"}, {"choice": "ab"}):

@@ -40,7 +40,7 @@ def test_a_windowed_model_is_exact_below_its_window(windowed: Path, tmp_path: Pa
         assert sum(wrong for _, wrong, _ in counts) == 0
 
 
-def test_a_reply_ends_where_the_lowered_context_does(windowed: Path, tmp_path: Path) -> None:
+def test_a_reply_ends_at_the_lowered_context_limit(windowed: Path, tmp_path: Path) -> None:
     with started(windowed, tmp_path / "data", context_max=str(WINDOW)) as runtime:
         runtime.conversations.create("c")
         everything = Sampling(max_tokens=10_000, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Single turns through the whole stack in one process: what is kept of them, and what is refused."""
+"""Single turns through the whole stack in one process: cancellation, stale drafts and attempts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> 
     assert list(reply.token_ids or ()) == live.reply.token_ids
 
 
-def test_a_revision_that_was_stale_when_it_was_checked_stays_stale(runtime: Runtime) -> None:
+def test_a_draft_of_an_old_revision_cannot_begin(runtime: Runtime) -> None:
     """A draft of one log must not begin on another log, even if the client expected that revision."""
     conversations = runtime.conversations
     conversations.create("moved")
@@ -62,7 +62,7 @@ def test_a_revision_that_was_stale_when_it_was_checked_stays_stale(runtime: Runt
         conversations.begin(draft, draft.prompt())
 
 
-def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime: Runtime) -> None:
+def test_a_draft_cannot_begin_on_a_recreated_conversation(runtime: Runtime) -> None:
     """The other conversation has the same revision and number of tokens, but other tokens."""
     conversations = runtime.conversations
     for name, content in (("named", "aaa"), ("other", "bbb")):
@@ -78,7 +78,7 @@ def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime
         conversations.begin(draft, draft.prompt())
 
 
-def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
+def test_a_turn_that_ends_during_its_lookup_is_restarted_by_the_next_draft(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lookup finds the turn running, but it ends meanwhile. Then the next draft must begin it again."""
@@ -115,7 +115,7 @@ def begun(found: object) -> StartedTurn:
     return found
 
 
-def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:
+def test_each_attempt_of_a_turn_has_its_own_attempt_id(runtime: Runtime) -> None:
     """A late event of an attempt that was given up must not end the next attempt."""
     conversations = runtime.conversations
     conversations.create("again")

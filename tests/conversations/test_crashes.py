@@ -58,22 +58,22 @@ class Talker(threading.Thread):
         self.failure: BaseException | None = None
         self._address = address
         self._random = random.Random(number)
-        self._enough = stop
+        self._must_stop = stop
 
     def run(self) -> None:
         try:
             retry = Retry(retries=1000, first_seconds=0.02, most_seconds=0.2)
             with Client(self._address, retry=retry) as client:
                 conversation = client.conversation(self.conversation_id)
-                while not self._enough.is_set():
+                while not self._must_stop.is_set():
                     said = f"word {self._random.randrange(10**6)}"
                     max_tokens = self._random.choice((5, 30, 90))
-                    turn = self._said(conversation, said, max_tokens)
+                    turn = self._send(conversation, said, max_tokens)
                     self.acknowledged.append((turn.request_id, said, turn.reply))
         except BaseException as error:
             self.failure = error
 
-    def _said(self, conversation: Conversation, said: str, max_tokens: int) -> Turn:
+    def _send(self, conversation: Conversation, said: str, max_tokens: int) -> Turn:
         request_id = f"{self.conversation_id}-{len(self.acknowledged)}"
         while True:
             turn = conversation.send(
@@ -158,8 +158,8 @@ def test_no_acknowledged_turn_is_lost_or_half_written(tmp_path: Path) -> None:
     assert sum(killed.values()) >= 15 * SCALE, killed
     print(
         f"killed {killed}; {num_acknowledged()} turns acknowledged, "
-        f"{sum(t.num_restarts for t in talkers)} begun anew, "
-        f"{sum(t.num_suspected for t in talkers)} held to be what kills the engine; "
+        f"{sum(t.num_restarts for t in talkers)} restarted, "
+        f"{sum(t.num_suspected for t in talkers)} suspected of killing the engine; "
         f"ready again after at most {max(ready_seconds):.2f} s"
     )
     assert num_acknowledged() > 3 * NUM_TALKERS

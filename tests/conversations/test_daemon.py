@@ -1,4 +1,4 @@
-"""The daemon over the wire: what api.md promises, with arithmetic instead of a model."""
+"""The daemon's gRPC API, with the echo engine, which needs no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, details, read_turn, wait_for
 
 TOKENIZER = Tokenizer.load(MODEL_PATH)
 END_ID = 2
@@ -64,7 +64,7 @@ def test_a_turn_streams_started_deltas_and_completed(rig: DaemonRig) -> None:
     assert list(reply.token_ids) == got.token_ids
 
 
-def test_the_cost_of_a_turn_is_explained(rig: DaemonRig) -> None:
+def test_usage_tells_where_the_tokens_of_a_turn_came_from(rig: DaemonRig) -> None:
     rig.ask("cost", "one", sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
     before = sum(message.num_tokens for message in rig.messages("cost"))
     usage = rig.ask("cost", "two").completed.usage
@@ -97,13 +97,13 @@ def test_the_same_request_id_attaches_to_the_running_turn(slow: DaemonRig) -> No
     assert started.sequence == 1
     assert not started.started.replayed
     slow.stub.CancelTurn(pb.CancelTurnRequest(conversation_id="attach"))
-    one, other = said(first), said(second)
+    one, other = read_turn(first), read_turn(second)
     assert one.completed == other.completed
     assert len(other.token_ids) >= len(one.token_ids) + 19
     assert other.token_ids == list(slow.messages("attach")[1].token_ids)
 
 
-def test_a_second_turn_while_one_runs_is_aborted_and_names_it(slow: DaemonRig) -> None:
+def test_a_second_turn_is_refused_and_the_error_names_the_running_turn(slow: DaemonRig) -> None:
     running = slow.send("busy", "hello", sampling=LONG)
     turn_id = next(running).started.turn_id
     with pytest.raises(grpc.RpcError) as error:
@@ -122,7 +122,7 @@ def test_a_second_turn_while_one_runs_is_aborted_and_names_it(slow: DaemonRig) -
     running.cancel()
 
 
-def test_a_cancelled_turn_keeps_what_was_delivered(slow: DaemonRig) -> None:
+def test_a_cancelled_turn_keeps_the_delivered_tokens(slow: DaemonRig) -> None:
     running = slow.send("cancel", "hello", sampling=LONG)
     turn_id = next(running).started.turn_id
     for _ in range(10):
@@ -131,7 +131,7 @@ def test_a_cancelled_turn_keeps_what_was_delivered(slow: DaemonRig) -> None:
     assert not wrong.was_running
     answer = slow.stub.CancelTurn(pb.CancelTurnRequest(conversation_id="cancel", turn_id=turn_id))
     assert answer.was_running
-    rest = said(running)
+    rest = read_turn(running)
     assert rest.completed.finish_reason == pb.FINISH_REASON_CANCELLED
     reply = slow.messages("cancel")[1]
     assert list(reply.token_ids)[-len(rest.token_ids) :] == rest.token_ids or not rest.token_ids
@@ -139,7 +139,7 @@ def test_a_cancelled_turn_keeps_what_was_delivered(slow: DaemonRig) -> None:
     assert wrong_tokens(slow, "cancel") == 0
 
 
-def test_a_client_that_disconnects_for_good_leaves_no_trace(slow: DaemonRig) -> None:
+def test_a_disconnect_longer_than_the_grace_period_leaves_no_trace(slow: DaemonRig) -> None:
     running = slow.send("gone", "hello", sampling=LONG)
     next(running)
     running.cancel()
@@ -151,7 +151,7 @@ def test_a_client_that_disconnects_for_good_leaves_no_trace(slow: DaemonRig) -> 
     assert wrong_tokens(slow, "gone") == 0
 
 
-def test_a_client_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
+def test_a_client_that_reconnects_within_the_grace_period_loses_nothing(tmp_path: Path) -> None:
     config = DaemonConfig(grace_seconds=30)
     with DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.005")) as rig:
         sampling = pb.Sampling(max_tokens=60, ignore_eos=True)
@@ -176,14 +176,14 @@ def test_an_interrupted_turn_runs_again_under_its_request_id(slow: DaemonRig) ->
     assert wrong_tokens(slow, "again") == 0
 
 
-def test_a_killed_engine_costs_only_recompute(slow: DaemonRig) -> None:
+def test_after_an_engine_kill_a_retry_recomputes_the_history(slow: DaemonRig) -> None:
     slow.ask("killed", "one", sampling=pb.Sampling(max_tokens=40, ignore_eos=True))
     sampling = pb.Sampling(max_tokens=300, ignore_eos=True)
     running = slow.send("killed", "two", request_id="r2", sampling=sampling)
     next(running)
     os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
     with pytest.raises(grpc.RpcError) as error:
-        said(running)
+        read_turn(running)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert details(error.value)["RetryInfo"].retry_delay.ToMilliseconds() == 200
     wait_for(lambda: slow.daemon.serving)
@@ -196,7 +196,7 @@ def test_a_killed_engine_costs_only_recompute(slow: DaemonRig) -> None:
     assert slow.admin.GetStats(admin_pb2.GetStatsRequest()).stats.engine_restarts == 1
 
 
-def test_forks_and_rewinds_go_on_from_where_they_are(rig: DaemonRig) -> None:
+def test_forked_and_rewound_conversations_continue_from_their_revision(rig: DaemonRig) -> None:
     for text in ("one", "two", "three"):
         rig.ask("trunk", text, sampling=pb.Sampling(max_tokens=20, ignore_eos=True))
     rig.stub.ForkConversation(
@@ -221,7 +221,7 @@ def test_deleting_ends_the_turn_and_forgets_the_conversation(slow: DaemonRig) ->
     next(running)
     slow.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="secret"))
     with pytest.raises(grpc.RpcError) as error:
-        said(running)
+        read_turn(running)
     assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
     with pytest.raises(grpc.RpcError) as error:
         slow.stub.GetConversation(pb.GetConversationRequest(conversation_id="secret"))
@@ -230,7 +230,7 @@ def test_deleting_ends_the_turn_and_forgets_the_conversation(slow: DaemonRig) ->
     assert wrong_tokens(slow, "secret") == 0
 
 
-def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
+def test_a_warm_restores_evicted_kv(rig: DaemonRig) -> None:
     rig.ask("warm", "hello", sampling=pb.Sampling(max_tokens=100, ignore_eos=True))
     evicted = rig.admin.EvictConversation(
         admin_pb2.EvictConversationRequest(conversation_id="warm")
@@ -274,7 +274,7 @@ def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
         ({"request_id": "with a space"}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
     ],
 )
-def test_impossible_requests_are_refused_with_the_reason(
+def test_invalid_requests_are_refused_with_a_reason(
     rig: DaemonRig, fields: dict[str, object], code: str, reason: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
@@ -283,7 +283,7 @@ def test_impossible_requests_are_refused_with_the_reason(
     assert details(error.value)["ErrorInfo"].reason == reason
 
 
-def test_ids_that_could_not_exist_do_not(rig: DaemonRig) -> None:
+def test_an_invalid_conversation_id_is_not_found(rig: DaemonRig) -> None:
     for bad in ("../../etc/passwd", "a b", "a/b", "ü", "x" * 129, "a\x00b"):
         with pytest.raises(grpc.RpcError) as error:
             rig.stub.GetConversation(pb.GetConversationRequest(conversation_id=bad))
@@ -300,7 +300,7 @@ def test_a_message_that_cannot_fit_does_not_change_the_conversation(rig: DaemonR
     assert rig.ask("full", "still there?").completed.revision == 2
 
 
-def test_conversations_and_messages_come_in_pages(rig: DaemonRig) -> None:
+def test_conversations_and_messages_are_listed_in_pages(rig: DaemonRig) -> None:
     for number in range(7):
         rig.stub.CreateConversation(
             pb.CreateConversationRequest(
@@ -330,7 +330,7 @@ def test_conversations_and_messages_come_in_pages(rig: DaemonRig) -> None:
     assert rest.next_page_token == ""
 
 
-def test_two_first_messages_at_once_make_one_conversation(rig: DaemonRig) -> None:
+def test_concurrent_first_messages_create_one_conversation(rig: DaemonRig) -> None:
     outcomes: list[object] = []
 
     def talk(number: int) -> None:
@@ -377,11 +377,11 @@ def test_draining_refuses_new_turns_and_finishes_running_turns(tmp_path: Path) -
         with pytest.raises(grpc.RpcError) as error:
             rig.ask("other", "hello")
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert len(said(running).token_ids) == 100
+        assert len(read_turn(running).token_ids) == 100
         done.join()
 
 
-def test_health_speaks_the_standard_protocol(tmp_path: Path) -> None:
+def test_the_health_service_follows_the_standard_protocol(tmp_path: Path) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with DaemonRig(tmp_path / "data") as rig:
@@ -400,7 +400,7 @@ def test_health_speaks_the_standard_protocol(tmp_path: Path) -> None:
         watch.cancel()
 
 
-def test_errors_are_google_rpc_statuses_to_other_libraries(rig: DaemonRig) -> None:
+def test_errors_can_be_read_with_the_grpc_status_library(rig: DaemonRig) -> None:
     from google.rpc import error_details_pb2
     from grpc_status import rpc_status
 
@@ -416,7 +416,7 @@ def test_errors_are_google_rpc_statuses_to_other_libraries(rig: DaemonRig) -> No
     )
 
 
-def test_reflection_names_the_services(rig: DaemonRig) -> None:
+def test_reflection_lists_the_services(rig: DaemonRig) -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     stub = reflection_pb2_grpc.ServerReflectionStub(rig.channel)
@@ -426,7 +426,7 @@ def test_reflection_names_the_services(rig: DaemonRig) -> None:
     assert {"pensieve.v1.ConversationService", "pensieve.v1.AdminService"} <= names
 
 
-def test_the_cache_can_be_looked_at(rig: DaemonRig) -> None:
+def test_the_admin_calls_show_the_cache(rig: DaemonRig) -> None:
     rig.ask("large", "How large?", sampling=pb.Sampling(max_tokens=400, ignore_eos=True))
     (largest,) = rig.admin.ListCachedConversations(
         admin_pb2.ListCachedConversationsRequest(limit=1)
@@ -452,7 +452,7 @@ def test_the_cache_can_be_looked_at(rig: DaemonRig) -> None:
     assert first.conversations_stored == second.conversations_stored > 5
 
 
-def test_a_conversation_that_says_good_bye_counts_as_idle(rig: DaemonRig) -> None:
+def test_hints_decide_how_long_a_conversation_counts_as_idle(rig: DaemonRig) -> None:
     rig.ask("bye", "so long", hints=pb.Hints(last_turn=True))
     rig.ask("later", "in a minute", hints=pb.Hints(expected_return_seconds=60))
     cached = rig.admin.ListCachedConversations(

@@ -15,8 +15,8 @@ from pensieve.v1 import admin_pb2, conversation_pb2_grpc
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import (
     DaemonRig,
-    Said,
     ServeProcess,
+    StreamedTurn,
     details,
     send_signal,
     wait_for,
@@ -49,7 +49,7 @@ def create(rig: DaemonRig, name: str, prefix_id: str = "rules", **fields: Any) -
     return rig.stub.CreateConversation(request).conversation
 
 
-def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> Said:
+def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> StreamedTurn:
     create(rig, name, prefix_id)
     return rig.ask(name, text, sampling=SHORT)
 
@@ -71,7 +71,7 @@ def log_of(rig: DaemonRig, name: str) -> list[int]:
     return [token for each in rig.messages(name) for token in each.token_ids]
 
 
-def test_a_conversation_begins_with_what_its_prefix_says(rig: DaemonRig) -> None:
+def test_a_conversation_begins_with_the_messages_of_its_prefix(rig: DaemonRig) -> None:
     with rig:
         prefix = declare(rig)
         assert (prefix.prefix_id, prefix.num_messages, prefix.num_conversations) == ("rules", 5, 0)
@@ -94,7 +94,7 @@ def test_a_conversation_begins_with_what_its_prefix_says(rig: DaemonRig) -> None
         assert [each.conversation_id for each in conversations] == ["c"]
 
 
-def test_its_log_is_that_of_a_conversation_whose_first_turn_brought_it_all(rig: DaemonRig) -> None:
+def test_a_declared_prefix_has_the_same_tokens_as_messages_sent_in_a_turn(rig: DaemonRig) -> None:
     with rig:
         declare(rig)
         under = begin(rig, "under", "And now? ")
@@ -126,7 +126,7 @@ def test_the_first_conversation_computes_a_prefix_and_the_others_share_it(rig: D
         assert rig.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).problems == []
 
 
-def test_who_shares_with_an_undeclared_prefix_is_told_whose_it_is(rig: DaemonRig) -> None:
+def test_usage_names_the_conversation_whose_undeclared_prefix_is_shared(rig: DaemonRig) -> None:
     with rig:
         create(rig, "first", "hint", system_prompt=RULES)
         rig.ask("first", "Is it late?", sampling=SHORT)
@@ -136,7 +136,7 @@ def test_who_shares_with_an_undeclared_prefix_is_told_whose_it_is(rig: DaemonRig
         assert usage.shared_from == "first"
 
 
-def test_sharing_changes_no_word(rig: DaemonRig) -> None:
+def test_sharing_a_declared_prefix_does_not_change_replies(rig: DaemonRig) -> None:
     with rig:
         declare(rig)
         said = [begin(rig, name, "Is it far?") for name in ("first", "second", "third")]
@@ -154,7 +154,7 @@ def test_sharing_changes_no_word(rig: DaemonRig) -> None:
 
 
 @pytest.mark.parametrize("shots", [(), SHOTS])
-def test_a_prefix_that_is_kept_warm_is_there_for_the_first_conversation(
+def test_the_first_conversation_shares_a_prefix_that_is_kept_warm(
     rig: DaemonRig, shots: tuple[Any, ...]
 ) -> None:
     with rig:
@@ -164,7 +164,7 @@ def test_a_prefix_that_is_kept_warm_is_there_for_the_first_conversation(
         assert (usage.shared_tokens, usage.shared_from) == (num_tokens, "prefix:rules")
 
 
-def test_a_warm_prefix_that_was_dropped_comes_back(tmp_path: Path) -> None:
+def test_an_evicted_prefix_with_keep_warm_is_warmed_again(tmp_path: Path) -> None:
     config = DaemonConfig(grace_seconds=0.2, keep_warm_seconds=0.05)
     with DaemonRig(tmp_path / "data", config=config) as rig:
         declare(rig, keep_warm=True)
@@ -177,7 +177,7 @@ def test_a_warm_prefix_that_was_dropped_comes_back(tmp_path: Path) -> None:
         assert not warm_now(rig, "cold")()
 
 
-def test_an_engine_that_was_started_again_warms_what_is_kept_warm(rig: DaemonRig) -> None:
+def test_a_restarted_engine_warms_the_prefixes_that_are_kept_warm(rig: DaemonRig) -> None:
     with rig:
         num_tokens = declare(rig, keep_warm=True).num_tokens
         create(rig, "before")
@@ -190,7 +190,7 @@ def test_an_engine_that_was_started_again_warms_what_is_kept_warm(rig: DaemonRig
         assert usage.shared_tokens == num_tokens
 
 
-def test_a_conversation_that_was_dropped_takes_a_warm_prefix_back(rig: DaemonRig) -> None:
+def test_a_conversation_without_kv_shares_its_warm_prefix_again(rig: DaemonRig) -> None:
     with rig:
         declare(rig, keep_warm=True)
         begin(rig, "c", "Is it late?")
@@ -204,7 +204,7 @@ def test_a_conversation_that_was_dropped_takes_a_warm_prefix_back(rig: DaemonRig
         assert usage.recompute_reason == pb.RECOMPUTE_REASON_ENGINE_RESTARTED
 
 
-def test_what_began_under_a_prefix_outlives_it(rig: DaemonRig) -> None:
+def test_conversations_outlive_their_deleted_prefix(rig: DaemonRig) -> None:
     with rig:
         declare(rig)
         begin(rig, "c", "Is it late?")
@@ -225,7 +225,7 @@ def test_what_began_under_a_prefix_outlives_it(rig: DaemonRig) -> None:
         assert rig.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).problems == []
 
 
-def test_another_prefix_of_the_same_name_lends_nothing_to_conversations_under_the_old_one(
+def test_a_redeclared_prefix_is_not_shared_with_conversations_under_the_old_prefix(
     rig: DaemonRig,
 ) -> None:
     with rig:
@@ -240,7 +240,7 @@ def test_another_prefix_of_the_same_name_lends_nothing_to_conversations_under_th
         assert begin(rig, "new", "Is it late?").completed.usage.shared_from == "prefix:rules"
 
 
-def test_a_conversation_under_a_prefix_has_no_settings_of_its_own(rig: DaemonRig) -> None:
+def test_a_conversation_under_a_prefix_cannot_have_its_own_settings(rig: DaemonRig) -> None:
     with rig:
         declare(rig)
         with pytest.raises(grpc.RpcError) as refused:
@@ -264,7 +264,7 @@ def test_a_conversation_under_a_prefix_has_no_settings_of_its_own(rig: DaemonRig
         ({"system_prompt": "x" * (1 << 20) + "x"}, "system_prompt"),
     ],
 )
-def test_what_is_no_prefix_is_refused_by_name(
+def test_an_invalid_prefix_is_refused_with_its_field_name(
     rig: DaemonRig, fields: dict[str, Any], field: str
 ) -> None:
     with rig:
@@ -275,7 +275,7 @@ def test_what_is_no_prefix_is_refused_by_name(
         assert not rig.stub.ListPrefixes(pb.ListPrefixesRequest()).prefixes
 
 
-def test_no_client_reaches_what_a_prefix_is_stored_as(rig: DaemonRig) -> None:
+def test_clients_cannot_reach_the_stored_conversation_of_a_prefix(rig: DaemonRig) -> None:
     with rig:
         declare(rig)
         name = "prefix:rules"
@@ -294,7 +294,7 @@ def test_no_client_reaches_what_a_prefix_is_stored_as(rig: DaemonRig) -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_prefixes_are_their_tenants_own_and_limited(tmp_path: Path) -> None:
+def test_prefixes_belong_to_their_tenant_and_are_limited(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {"prefixes_max": 2}, "b": {}}) as rig:
 
         def call(tenant: str, method: str, request: Any) -> Any:
@@ -339,7 +339,7 @@ def test_prefixes_are_their_tenants_own_and_limited(tmp_path: Path) -> None:
         assert gone.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_prefix_is_listed_by_pages(rig: DaemonRig) -> None:
+def test_prefixes_are_listed_in_pages(rig: DaemonRig) -> None:
     with rig:
         for number in range(5):
             declare(rig, f"p{number}", messages=())
@@ -352,7 +352,7 @@ def test_a_prefix_is_listed_by_pages(rig: DaemonRig) -> None:
         assert names == [["p0", "p1"], ["p2", "p3"], ["p4"]]
 
 
-def test_prefixes_survive_a_daemon_that_was_killed(tmp_path: Path) -> None:
+def test_prefixes_survive_a_killed_daemon(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data")
     logs = []
     for life in range(3):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conversations.rig_daemon import DaemonRig, send_signal, wait_for
 
-SAYS = "import os, sys; os._exit(int(sys.argv[1]))"
+EXITS = "import os, sys; os._exit(int(sys.argv[1]))"
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ SAYS = "import os, sys; os._exit(int(sys.argv[1]))"
         (signal.SIGSEGV, "the engine process was killed by SIGSEGV"),
     ],
 )
-def test_the_signal_is_named(
+def test_the_log_names_the_signal_that_killed_the_engine(
     number: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -30,8 +30,8 @@ def test_the_signal_is_named(
         assert said in caplog.text
 
 
-def test_an_exit_code_is_named(tmp_path: Path) -> None:
-    program = (sys.executable, "-c", SAYS, "7")
+def test_the_error_names_the_exit_code_of_the_engine(tmp_path: Path) -> None:
+    program = (sys.executable, "-c", EXITS, "7")
     with (
         pytest.raises(Exception, match="ended with exit code 7 while it was starting"),
         DaemonRig(tmp_path / "data", program=program),

@@ -63,7 +63,7 @@ def test_a_deletion_waits_for_a_reader_and_blocks_no_other_call(tmp_path: Path) 
         assert not is_in_the_files(rig)
 
 
-def test_what_a_reader_kept_is_erased_when_it_has_ended(
+def test_deleted_text_is_erased_after_a_blocking_reader_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
@@ -87,7 +87,7 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
         assert delete(rig, "secret") == "NOT_FOUND"
 
 
-def test_a_client_that_deletes_again_has_it_erased(
+def test_a_repeated_deletion_erases_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
@@ -101,7 +101,7 @@ def test_a_client_that_deletes_again_has_it_erased(
         assert not is_in_the_files(rig)
 
 
-def test_a_client_that_deletes_again_waits_as_the_first_one_does(
+def test_a_repeated_deletion_waits_for_a_reader_like_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the conversation is already gone: the second request must not fail early."""
@@ -123,7 +123,7 @@ def test_a_client_that_deletes_again_waits_as_the_first_one_does(
         assert not is_in_the_files(rig)
 
 
-def test_space_comes_back_while_turns_are_served(tmp_path: Path) -> None:
+def test_deletions_shrink_the_database_while_turns_are_served(tmp_path: Path) -> None:
     head = [NewMessage("system", "x" * 400_000)]
     with ConversationStore.open(tmp_path / "data", "test") as store:
         for number in range(50):

@@ -26,14 +26,14 @@ from pensieve.launch.model_folder import load_texts
 from pensieve.sampling import Sampling
 from pensieve.text import Message, TemplateSetting
 from tests.conversations.exactness import (
-    PASSING,
-    House,
-    HttpGuest,
-    Rusher,
-    SdkGuest,
-    Story,
+    RETRIED_ERRORS,
+    DaemonUnderTest,
+    LongReplyClient,
+    RandomHttpClient,
+    RandomSdkClient,
+    RestartedRuntime,
     assert_exact,
-    play,
+    run_clients,
 )
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import TIE, Crowd, Reference, ask, write_model
@@ -57,30 +57,32 @@ FIRED = (
         (LLAMA_3, "llama-gqa", "value", 8, 2),  # depth 2: iterations are launched one ahead
     ],
 )
-def test_every_reply_is_the_reply_of_plain_transformers(
+def test_every_reply_equals_plain_transformers(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int, depth: int
 ) -> None:
     shape = {"policy": policy, "chunk_tokens": str(chunk_tokens)}
     if chunk_tokens == 32:
         shape |= {"device_cache": "800t", "host_cache": "800t"}
     folder = write_model(tmp_path / "model", family, kind)
-    story = Story(folder, tmp_path / "data", shape, depth)
+    restarted = RestartedRuntime(folder, tmp_path / "data", shape, depth)
     crowd: Crowd | None = None
     for _ in range(3):
-        with story.life() as runtime:
+        with restarted.next_run() as runtime:
             crowd = crowd or Crowd(runtime, seed=4, size=44)
             crowd.runtime = runtime
             crowd.run(170)
             crowd.rush()
     assert crowd is not None
-    story.assert_fired(*FIRED, "chunks_found_before_reclaim", "chunks_reclaimed")
-    story.assert_fired("suspensions", "resumptions", "preemptions")
-    assert (story.total["tokens_idle"] > 0) == (depth == 2), "computed for a turn that had ended"
-    assert story.largest["ranges_repaired_at_once_max"] >= 2, "no turn repaired two ranges at once"
+    restarted.assert_fired(*FIRED, "chunks_found_before_reclaim", "chunks_reclaimed")
+    restarted.assert_fired("suspensions", "resumptions", "preemptions")
+    assert (restarted.total["tokens_idle"] > 0) == (depth == 2), "tokens of ended turns"
+    assert restarted.largest["ranges_repaired_at_once_max"] >= 2, (
+        "no turn repaired two ranges at once"
+    )
     assert min(crowd.num_forks, crowd.num_rewinds, crowd.num_cancels) > 5
     if chunk_tokens < 32:  # these prefixes are shorter than a chunk of 32 tokens
         assert crowd.num_shared > 2, "prefixes were not shared"  # depends on how quickly turns end
-    story.assert_exact(crowd.names, 1500)
+    restarted.assert_exact(crowd.names, 1500)
 
 
 @pytest.mark.parametrize(
@@ -109,25 +111,25 @@ def test_every_reply_is_the_reply_of_plain_transformers(
         ),
     ],
 )
-def test_every_reply_of_streamed_turns_is_what_plain_transformers_would_have_said(
+def test_every_reply_of_streamed_turns_equals_plain_transformers(
     tmp_path: Path, family: Family, kind: str, depth: int, settings: dict[str, str]
 ) -> None:
     """Contexts stay on the host while their turns run, beside resident turns."""
     shape = {"device_cache": "400t", "host_cache": "800t", "stream": "on", **settings}
     folder = write_model(tmp_path / "model", family, kind)
-    story = Story(folder, tmp_path / "data", shape, depth)
+    restarted = RestartedRuntime(folder, tmp_path / "data", shape, depth)
     crowd: Crowd | None = None
     for _ in range(2):
-        with story.life() as runtime:
+        with restarted.next_run() as runtime:
             crowd = crowd or Crowd(runtime, seed=7, size=30)
             crowd.runtime = runtime
             crowd.run(70)
             crowd.rush()
     assert crowd is not None
-    story.assert_fired(*FIRED, "returned_to_device")
-    assert story.total["streamed"] > 20
+    restarted.assert_fired(*FIRED, "returned_to_device")
+    assert restarted.total["streamed"] > 20
     assert min(crowd.num_forks, crowd.num_rewinds, crowd.num_cancels) > 2
-    story.assert_exact(crowd.names, 700)
+    restarted.assert_exact(crowd.names, 700)
 
 
 SHOTS = (
@@ -179,7 +181,7 @@ class PrefixCrowd(Crowd):
         elif roll < 0.12:  # evicts the prefix's own chunks; shared chunks go when room is needed
             mailbox.put(EvictConversation(key, self.random.random() < 0.3))
         elif roll < 0.14:
-            self.happened["declared anew"] += 1
+            self.happened["declared again"] += 1
             assert self.runtime.conversations.history.delete(key).error is None
             mailbox.put(DeleteConversation(key))
             self.declare(prefix_id, LONG.replace("Oslo", self.words(2)))
@@ -203,7 +205,7 @@ class PrefixCrowd(Crowd):
         (QWEN_2_5, "llama-gqa", "return", 32),  # page size of the compiled kernels
     ],
 )
-def test_every_reply_under_a_prefix_is_the_reply_of_plain_transformers(
+def test_every_reply_under_a_prefix_equals_plain_transformers(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int
 ) -> None:
     """Prefixes are swapped, dropped, warmed, recomputed by one of their holders, and declared again.
@@ -214,10 +216,10 @@ def test_every_reply_under_a_prefix_is_the_reply_of_plain_transformers(
     shape |= {"device_cache": "960t", "host_cache": "640t"}
     folder = write_model(tmp_path / "model", family, kind)
     options = DATE if family is LLAMA_3 else {}
-    story = Story(folder, tmp_path / "data", shape)
+    restarted = RestartedRuntime(folder, tmp_path / "data", shape)
     crowd: PrefixCrowd | None = None
     for _ in range(2):
-        with story.life() as runtime:
+        with restarted.next_run() as runtime:
             is_first = crowd is None
             crowd = crowd or PrefixCrowd(runtime, 7, 24, options)
             crowd.runtime = runtime
@@ -228,15 +230,15 @@ def test_every_reply_under_a_prefix_is_the_reply_of_plain_transformers(
                     break
                 crowd.run(50)
     assert crowd is not None
-    story.assert_fired(*FIRED, "chunks_reclaimed", "suspensions")
+    restarted.assert_fired(*FIRED, "chunks_reclaimed", "suspensions")
     assert crowd.happened["shared"] > 5, crowd.happened
-    assert crowd.happened["declared anew"] > 0
+    assert crowd.happened["declared again"] > 0
     assert crowd.happened["shared, and computed the rest again"] > 0
-    story.assert_exact(crowd.names, 800)
+    restarted.assert_exact(crowd.names, 800)
 
     template = load_texts(folder, lambda line: None).template
     num_checked = 0
-    with story.started() as runtime:
+    with restarted.started() as runtime:
         for name, first in crowd.begins_with.items():
             stored = runtime.store.messages(name, include_token_ids=True)
             before = [each for each in stored if not each.revision]
@@ -260,7 +262,7 @@ def test_every_reply_under_a_prefix_is_the_reply_of_plain_transformers(
 OPTIONS = TurnOptions(Sampling(max_tokens=10, ignore_eos=True), background=True)
 
 
-def drawn(seed: int) -> list[BatchRequest]:
+def random_requests(seed: int) -> list[BatchRequest]:
     """Return groups of several sizes, nested prefixes, single prompts, and two equal prompts."""
     choose = random.Random(seed)
 
@@ -285,22 +287,22 @@ def drawn(seed: int) -> list[BatchRequest]:
         (QWEN_2_5, "llama-gqa", 32, 320, 1),  # the compiled kernels read shared pages once
     ],
 )
-def test_answers_of_a_batch_are_those_of_plain_transformers(
+def test_batch_replies_equal_plain_transformers(
     tmp_path: Path, family: Family, kind: str, chunk_tokens: int, tokens: int, depth: int
 ) -> None:
     """The batch runs beside chats, in tiny caches."""
     folder = write_model(tmp_path / "model", family, kind)
-    requests = drawn(chunk_tokens + depth)
+    requests = random_requests(chunk_tokens + depth)
     sizes = {"chunk_tokens": str(chunk_tokens), "device_cache": f"{tokens}t"}
     sizes["host_cache"] = f"{tokens // 2}t"
     reference = Reference(folder)
     for attempt in range(5):  # again if no chunk was dropped, which was seen once on a busy machine
-        story = Story(folder, tmp_path / f"data{attempt}", sizes, depth)
-        finished = batch_beside_chats(story, requests, chunk_tokens, tokens, depth)
+        restarted = RestartedRuntime(folder, tmp_path / f"data{attempt}", sizes, depth)
+        finished = batch_beside_chats(restarted, requests, chunk_tokens, tokens, depth)
         check_answers(reference, requests, finished)
-        if story.total["chunks_dropped"]:
+        if restarted.total["chunks_dropped"]:
             break
-    story.assert_fired("chunks_dropped")
+    restarted.assert_fired("chunks_dropped")
 
 
 @torch.inference_mode()
@@ -317,11 +319,15 @@ def check_answers(
 
 
 def batch_beside_chats(
-    story: Story, requests: list[BatchRequest], chunk_tokens: int, tokens: int, depth: int
+    restarted: RestartedRuntime,
+    requests: list[BatchRequest],
+    chunk_tokens: int,
+    tokens: int,
+    depth: int,
 ) -> dict[int, Finished]:
     """Run a batch beside chats; return the result of each request."""
     choose = random.Random(depth)
-    with story.life() as runtime:
+    with restarted.next_run() as runtime:
         runtime.conversations.create("last")
         engine = runtime.engine
         feed = FeedConfig(3 * tokens // chunk_tokens, chunk_tokens)  # plans with too many pages
@@ -347,7 +353,7 @@ def batch_beside_chats(
 
         chats = 0
         while not batch.is_done:
-            assert step(), "the batch stands still"
+            assert step(), "the batch makes no progress"
             if choose.random() < 0.3:
                 name = f"c{chats % 5}.{chats // 15}"  # three turns each, to stay within the context
                 if chats % 15 < 5:
@@ -391,8 +397,8 @@ PRESSURES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # settings, ev
 FAULTS = ("connection", "engine", "daemon")
 DONE = (
     *("turns", "cancels", "forks", "rewinds"),
-    *("appended", "edited", "streamed", "left", "branches", "unstored"),
-    *("responses", "earlier", "anthropic"),
+    *("appended", "edited", "streamed", "disconnected", "branches", "unstored"),
+    *("responses", "earlier_response", "anthropic"),
 )
 PAIRS = [
     *(("none", "connection"), ("device", "engine"), ("host", "daemon")),
@@ -404,36 +410,41 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("pressure", "fault"), PAIRS if SCALE == 1 else list(itertools.product(PRESSURES, FAULTS))
 )
-def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
+def test_replies_over_the_wire_equal_plain_transformers_despite_a_fault(
     tmp_path: Path, pressure: str, fault: str
 ) -> None:
-    settings, fires = PRESSURES[pressure]
+    settings, required_events = PRESSURES[pressure]
     folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
     shape = {"chunk_tokens": "8", "token_budget": "48", "turns_max": "12", "threads": "1"}
-    with House(tmp_path / "data", folder, **shape, **settings) as house:
-        guests = [
-            *(SdkGuest(house.address, number, 12) for number in range(6)),
-            *(HttpGuest([house.http], number, 12, PASSING) for number in range(7)),
+    with DaemonUnderTest(tmp_path / "data", folder, **shape, **settings) as daemon:
+        clients = [
+            *(RandomSdkClient(daemon.address, number, 12) for number in range(6)),
+            *(RandomHttpClient([daemon.http], number, 12, RETRIED_ERRORS) for number in range(7)),
         ]
-        done = play(guests, lambda: house.strike(fault))
-        rush = [Rusher(house.address, number) for number in range(12)]
-        play(rush)
-        house.look()
-        assert house.admin.check() == []
-        assert house.total["tokens_idle"] == 0
-        missing = [name for name in fires if not house.total[name]]
+        done = run_clients(clients, lambda: daemon.inject(fault))
+        long_replies = [LongReplyClient(daemon.address, number) for number in range(12)]
+        run_clients(long_replies)
+        daemon.add_metrics()
+        assert daemon.admin.check() == []
+        assert daemon.total["tokens_idle"] == 0
+        missing = [name for name in required_events if not daemon.total[name]]
         assert not missing, f"never happened: {missing}"
-        assert not [name for name in (*DONE, "again") if not done[name]], done
+        assert not [name for name in (*DONE, "retried") if not done[name]], done
 
         reference, counts = Reference(folder), []
         stored: dict[str, list[str]] = {}
-        with Client(house.address) as client:
+        with Client(daemon.address) as client:
             for state in client.conversations():
                 conversation = client.conversation(state.conversation_id)
                 messages = list(conversation.messages(include_token_ids=True))
                 counts.append(reference.wrong_of(messages))
                 stored[state.conversation_id] = [each.text for each in messages]
         assert_exact(counts, 1000)
-        read = [each for guest in (*guests, *rush) for each in guest.read if each[0] in stored]
+        read = [
+            each
+            for client in (*clients, *long_replies)
+            for each in client.read
+            if each[0] in stored
+        ]
         assert len(read) > 50
         assert not [(name, text) for name, text in read if text not in stored[name]]

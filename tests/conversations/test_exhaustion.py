@@ -58,7 +58,7 @@ def test_the_engine_restarts_although_connections_use_all_descriptors(tmp_path: 
     assert process.stop() == 0
 
 
-def test_an_engine_starts_again_when_there_are_descriptors_again(
+def test_the_engine_restarts_once_descriptors_are_available_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
@@ -103,7 +103,7 @@ def test_messages_that_wait_for_a_stopped_engine_are_limited(tmp_path: Path) -> 
                 except Unavailable:
                     engine.put(CancelTurn(1, 0))  # messages that only free resources are accepted
                     return int(vars(engine)["_writer"].transport.get_write_buffer_size())
-            raise AssertionError("it is without bounds")
+            raise AssertionError("the number of messages is not limited")
 
         num_unsent = rig.call(fill())
         assert 0 < num_unsent <= UNSENT_BYTES_MAX + (2 << 20)
@@ -120,7 +120,7 @@ def test_messages_that_wait_for_a_stopped_engine_are_limited(tmp_path: Path) -> 
 # -- an engine that gets more messages than its mailbox can hold --
 
 
-def test_more_messages_than_fit_into_the_mailbox_do_not_end_the_engine(tmp_path: Path) -> None:
+def test_the_engine_survives_more_messages_than_its_mailbox_holds(tmp_path: Path) -> None:
     program = (sys.executable, "-m", "tests.conversations.faulty_engine", "nowhere", "50")
     with DaemonRig(tmp_path / "data", program=program, config=NEVER_HUNG) as rig:
         rig.ask("c", "hello", sampling=SHORT)
@@ -137,16 +137,16 @@ def test_more_messages_than_fit_into_the_mailbox_do_not_end_the_engine(tmp_path:
         assert engine.num_restarts == 0
 
 
-def test_whoever_brings_a_message_to_a_full_mailbox_may_wait_for_room() -> None:
+def test_put_when_there_is_room_blocks_while_the_mailbox_is_full() -> None:
     box = Mailbox(messages_max=2)
     for number in (1, 2):
         box.put_when_there_is_room(GetStats(number))
-    bringer = threading.Thread(target=box.put_when_there_is_room, args=(GetStats(3),))
-    bringer.start()
-    bringer.join(0.05)
-    assert bringer.is_alive()
+    putting = threading.Thread(target=box.put_when_there_is_room, args=(GetStats(3),))
+    putting.start()
+    putting.join(0.05)
+    assert putting.is_alive()
     assert box.drain() == [GetStats(1), GetStats(2)]
-    bringer.join(10)
+    putting.join(10)
     assert box.drain() == [GetStats(3)]
     box.close("bye")
     with pytest.raises(Unavailable, match="bye"):

@@ -37,7 +37,7 @@ def test_idle_conversations_are_erased_and_running_ones_are_not(tmp_path: Path) 
     assert not any(secret in path.read_bytes() for path in kept)
 
 
-def test_without_the_setting_they_stay(tmp_path: Path) -> None:
+def test_idle_conversations_stay_without_the_setting(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", config=DaemonConfig(grace_seconds=0.2)) as rig:
         rig.ask("old", "Hello", sampling=pb.Sampling(max_tokens=1))
         assert rig.daemon.config.conversation_keep_seconds == 0

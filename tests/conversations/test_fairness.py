@@ -24,12 +24,12 @@ from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import http_rig
-from tests.conversations.rig_daemon import PATIENCE_SECONDS, DaemonRig, stopped_store, wait_for
+from tests.conversations.rig_daemon import PATIENCE_SECONDS, DaemonRig, blocked_store, wait_for
 
 # -- the pool --
 
 
-def test_tenants_come_by_turns_and_each_in_its_own_order() -> None:
+def test_the_pool_alternates_between_tenants_and_keeps_each_tenants_order() -> None:
     ran: list[str] = []
 
     async def flood() -> None:
@@ -50,7 +50,7 @@ def test_tenants_come_by_turns_and_each_in_its_own_order() -> None:
     assert ran == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2", "a3", "a4"]
 
 
-def test_callers_go_on_in_the_order_of_their_jobs_and_get_their_own_answers() -> None:
+def test_callers_get_their_own_results_in_the_order_of_their_jobs() -> None:
     heard: list[int] = []
 
     async def main() -> None:
@@ -75,7 +75,7 @@ def _refuse(i: int) -> None:
     raise InvalidArgument("i", f"number {i}")
 
 
-def test_a_refusal_leaves_no_garbage_for_a_full_collection() -> None:
+def test_a_refused_job_is_freed_without_a_garbage_collection() -> None:
     """Full collections are rare here (gc_pause.py), and an error's frames keep its large arguments alive."""
     errors: list[weakref.ref[InvalidArgument]] = []
 
@@ -96,7 +96,7 @@ def test_a_refusal_leaves_no_garbage_for_a_full_collection() -> None:
         asyncio.run(main())
 
 
-def test_a_refused_turn_leaves_nothing_that_only_a_collection_frees(tmp_path: Path) -> None:
+def test_a_refused_turn_is_freed_without_a_garbage_collection(tmp_path: Path) -> None:
     """Otherwise the text and tokens of a too long request would stay in memory, over gRPC and HTTP."""
     with http_rig(tmp_path / "data") as door:
         rig, long = door.rig, "word " * (2 * door.rig.daemon.context_max)
@@ -128,7 +128,7 @@ def no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def test_a_job_runs_though_its_caller_is_gone() -> None:
+def test_a_job_runs_even_if_its_caller_was_cancelled() -> None:
     ran: list[str] = []
 
     async def main() -> None:
@@ -157,7 +157,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
 
 def test_reads_do_not_wait_for_writes(rig: DaemonRig) -> None:
     rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
-    with stopped_store(rig):
+    with blocked_store(rig):
         stub, seconds = rig.stub, 20.0
         read = stub.ListMessages(pb.ListMessagesRequest(conversation_id="c"), timeout=seconds)
         assert len(read.messages) == 2
@@ -169,7 +169,7 @@ def test_reads_do_not_wait_for_writes(rig: DaemonRig) -> None:
         assert [each.conversation_id for each in listed.conversations] == ["c"]
 
 
-def test_a_reader_sees_what_it_has_written(rig: DaemonRig) -> None:
+def test_a_client_reads_its_own_writes(rig: DaemonRig) -> None:
     for i in range(20):
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
         assert len(rig.messages("c")) == 2 * (i + 1)
@@ -177,7 +177,7 @@ def test_a_reader_sees_what_it_has_written(rig: DaemonRig) -> None:
         assert found.conversation.revision == i + 1
 
 
-def test_long_texts_are_tokenized_beside_the_store_thread(
+def test_long_texts_are_tokenized_outside_the_store_thread(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes a system prompt, when it is checked and when its tokens are made in the first turn."""
@@ -235,7 +235,7 @@ def test_retokenizing_a_history_blocks_no_other_call(
     assert answer.result().completed.revision == 1
 
 
-def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
+def test_a_recreated_conversation_gets_no_tokens_of_the_deleted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with old_history_being_tokenized(tmp_path, monkeypatch) as (rig, answer):
@@ -249,7 +249,7 @@ def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
         assert store.verify() == []
 
 
-def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
+def test_a_turn_overtakes_the_queued_jobs_of_a_flooding_tenant(rig: DaemonRig) -> None:
     """Another tenant has a hundred jobs in the queue. The turn begins after at most one of them."""
     before: list[int] = []
     done = Counter[int]()  # thread -> number of jobs
@@ -267,7 +267,7 @@ def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
                 rig.daemon.threads.spawn(job)
 
     history.begin_if_short = noted  # type: ignore[method-assign, assignment]
-    with stopped_store(rig):
+    with blocked_store(rig):
         rig.call(flood())
         stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))
         wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)

@@ -41,7 +41,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-def test_clients_get_every_figure_of_a_turns_usage() -> None:
+def test_the_usage_message_has_a_field_for_every_usage_figure() -> None:
     """`completed` drops figures that have no field in the proto."""
     fields = {field.name for field in pb.Usage.DESCRIPTOR.fields}
     assert usage_figures(Usage()).keys() <= fields
@@ -51,7 +51,7 @@ def service(rig: DaemonRig) -> Any:
     return rig.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=60).stats.service
 
 
-def test_a_loop_that_stands_still_is_seen_for_a_minute(rig: DaemonRig) -> None:
+def test_a_blocked_event_loop_is_reported_for_a_minute(rig: DaemonRig) -> None:
     wait_for(lambda: rig.server._loop_lag.quantiles().most < 0.3)
     rig._loop.call_soon_threadsafe(time.sleep, 0.6)
     wait_for(lambda: service(rig).loop_lag_max_seconds >= 0.4)
@@ -63,13 +63,13 @@ def test_a_loop_that_stands_still_is_seen_for_a_minute(rig: DaemonRig) -> None:
     assert lag.quantiles().most == 0.099
 
 
-def test_quantiles_are_values_that_there_were() -> None:
+def test_quantiles_are_measured_values() -> None:
     assert Quantiles.of([]) == Quantiles(0.0, 0.0, 0.0)
     assert Quantiles.of([3.0]) == Quantiles(3.0, 3.0, 3.0)
     assert Quantiles.of(range(200, 0, -1)) == Quantiles(100, 198, 200)
 
 
-def test_what_waits_for_the_store_is_counted_with_its_age(rig: DaemonRig) -> None:
+def test_jobs_waiting_for_the_store_are_counted_with_the_oldest_age(rig: DaemonRig) -> None:
     wait_for(lambda: service(rig).store_jobs == 0)
     assert service(rig).store_oldest_seconds == 0.0
     gate = threading.Event()
@@ -83,7 +83,7 @@ def test_what_waits_for_the_store_is_counted_with_its_age(rig: DaemonRig) -> Non
     wait_for(lambda: service(rig).store_jobs == 0)
 
 
-def test_commits_are_counted_and_timed_and_the_log_that_they_write_is_measured(
+def test_commits_and_the_size_of_the_write_ahead_log_are_measured(
     rig: DaemonRig,
 ) -> None:
     before = service(rig)
@@ -93,10 +93,10 @@ def test_commits_are_counted_and_timed_and_the_log_that_they_write_is_measured(
     assert 0 < after.commit_p50_seconds <= after.commit_p99_seconds <= after.commit_max_seconds
     assert after.journal_bytes > before.journal_bytes
     rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c"))
-    assert service(rig).journal_bytes == 0, "a deletion empties it"
+    assert service(rig).journal_bytes == 0, "a deletion empties the write-ahead log"
 
 
-def test_a_commit_is_timed_and_not_what_comes_before_it(
+def test_the_commit_time_excludes_earlier_statements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
@@ -117,7 +117,7 @@ def test_a_commit_is_timed_and_not_what_comes_before_it(
     writer.close()
 
 
-def test_calls_that_fail_are_counted_by_their_reason(rig: DaemonRig) -> None:
+def test_failed_calls_are_counted_by_reason(rig: DaemonRig) -> None:
     assert not service(rig).refusals
     with pytest.raises(grpc.RpcError):
         rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="no"))
@@ -143,7 +143,9 @@ def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
     found = service(rig)
     assert found.calls == first.calls + 1
     assert found.connections_max == 512
-    assert found.connections >= first.connections + 5, "and the one of the call"
+    assert found.connections >= first.connections + 5, (
+        "five channels, and the connection of the call"
+    )
     running.cancel()
     for channel in channels:
         channel.close()
@@ -151,7 +153,7 @@ def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
     wait_for(lambda: service(rig).calls == first.calls)
 
 
-def test_what_the_operator_must_look_at_is_among_the_figures(
+def test_stats_show_pending_erasure_lost_audit_lines_and_the_heartbeat(
     rig: DaemonRig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Text that is not erased yet, an audit log that cannot be written, and the engine's heartbeat."""

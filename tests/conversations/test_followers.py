@@ -59,7 +59,7 @@ class Loop:
             self.round()
 
 
-class Scene:
+class FollowersRig:
     def __init__(self) -> None:
         self.loop = Loop()
         self.given_up: list[LiveTurn] = []
@@ -68,9 +68,9 @@ class Scene:
         )
         self.live = LiveTurn(1, "c", 0, 1)
 
-    def come_and_leave(self) -> None:
+    def attach_and_detach(self) -> None:
         async def act() -> None:
-            reader = asyncio.ensure_future(self.followers.follow(self.live, nothing))
+            reader = asyncio.ensure_future(self.followers.follow(self.live, ignore))
             await asyncio.sleep(0)
             assert self.followers.has_follower(self.live)
             reader.cancel()
@@ -79,48 +79,48 @@ class Scene:
         asyncio.run(act())
 
 
-async def nothing(tokens: ReplyTokens) -> None:
+async def ignore(tokens: ReplyTokens) -> None:
     pass
 
 
-def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> None:
-    scene = Scene()
-    scene.followers.start_grace(scene.live)
-    scene.loop.run(0.95 * GRACE_SECONDS)
-    assert scene.given_up == []
-    scene.loop.run(0.1 * GRACE_SECONDS)
-    assert scene.given_up == [scene.live]
-    scene.loop.run(5 * GRACE_SECONDS)
-    assert len(scene.given_up) == 1
+def test_a_turn_without_readers_is_given_up_after_the_grace_period() -> None:
+    rig = FollowersRig()
+    rig.followers.start_grace(rig.live)
+    rig.loop.run(0.95 * GRACE_SECONDS)
+    assert rig.given_up == []
+    rig.loop.run(0.1 * GRACE_SECONDS)
+    assert rig.given_up == [rig.live]
+    rig.loop.run(5 * GRACE_SECONDS)
+    assert len(rig.given_up) == 1
 
 
-def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
-    scene = Scene()
-    scene.followers.start_grace(scene.live)
+def test_the_grace_period_restarts_when_a_reader_leaves() -> None:
+    rig = FollowersRig()
+    rig.followers.start_grace(rig.live)
     for _ in range(3):
-        scene.loop.run(0.75 * GRACE_SECONDS)
-        scene.come_and_leave()
-    scene.loop.run(0.95 * GRACE_SECONDS)
-    assert scene.given_up == []
-    scene.loop.run(0.1 * GRACE_SECONDS)
-    assert scene.given_up == [scene.live]
+        rig.loop.run(0.75 * GRACE_SECONDS)
+        rig.attach_and_detach()
+    rig.loop.run(0.95 * GRACE_SECONDS)
+    assert rig.given_up == []
+    rig.loop.run(0.1 * GRACE_SECONDS)
+    assert rig.given_up == [rig.live]
 
 
 @pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
-def test_clients_that_reconnect_after_a_stall_find_their_turn(begun: float) -> None:
-    scene = Scene()
-    scene.followers.start_grace(scene.live)
-    scene.loop.run(begun * GRACE_SECONDS)
-    scene.loop.now += 1.2 * GRACE_SECONDS
-    scene.loop.run(0.08 * GRACE_SECONDS)  # a reader needs some rounds to attach
-    assert scene.given_up == []
-    scene.come_and_leave()
-    scene.loop.run(1.05 * GRACE_SECONDS)
-    assert scene.given_up == [scene.live]
+def test_clients_that_reconnect_after_a_blocked_event_loop_find_their_turn(begun: float) -> None:
+    rig = FollowersRig()
+    rig.followers.start_grace(rig.live)
+    rig.loop.run(begun * GRACE_SECONDS)
+    rig.loop.now += 1.2 * GRACE_SECONDS
+    rig.loop.run(0.08 * GRACE_SECONDS)  # a reader needs some rounds to attach
+    assert rig.given_up == []
+    rig.attach_and_detach()
+    rig.loop.run(1.05 * GRACE_SECONDS)
+    assert rig.given_up == [rig.live]
 
 
-def test_a_loop_that_is_always_late_gives_up_turns_too() -> None:
-    scene = Scene()
-    scene.followers.start_grace(scene.live)
-    scene.loop.run(30 * GRACE_SECONDS, step=GRACE_SECONDS)
-    assert scene.given_up == [scene.live]
+def test_turns_are_given_up_even_if_the_event_loop_is_always_late() -> None:
+    rig = FollowersRig()
+    rig.followers.start_grace(rig.live)
+    rig.loop.run(30 * GRACE_SECONDS, step=GRACE_SECONDS)
+    assert rig.given_up == [rig.live]

@@ -119,7 +119,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_a_conversation_is_deleted_in_the_space_of_the_reserve(
+def test_deletions_on_a_full_disk_use_the_reserved_space(
     door: HttpRig, fill: Callable[[bool], None]
 ) -> None:
     rig = door.rig
@@ -143,15 +143,15 @@ def test_a_conversation_is_deleted_in_the_space_of_the_reserve(
     assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
 
 
-def test_pages_that_a_deletion_freed_are_given_back_at_once_when_the_reserve_is_used(
+def test_a_deletion_that_uses_the_reserve_returns_freed_pages_at_once(
     tmp_path: Path,
 ) -> None:
     from tests.store.talk import create, reply, say
-    from tests.store.talk import user as said
+    from tests.store.talk import user as user_message
 
     with ConversationStore.open(tmp_path / "data", "test") as store:
         create(store, "tea")
-        say(store, "tea", "r", said("x" * 300_000, 1), reply("y" * 300_000, 2))
+        say(store, "tea", "r", user_message("x" * 300_000, 1), reply("y" * 300_000, 2))
         writer: Any = store._writer
         writer.truncate_journal()
         before = store.folder.database_bytes
@@ -164,14 +164,14 @@ def test_pages_that_a_deletion_freed_are_given_back_at_once_when_the_reserve_is_
         assert (store.folder.path / RESERVE_NAME).exists()
 
 
-def test_a_reserve_is_not_made_where_there_is_no_room(tmp_path: Path) -> None:
+def test_no_reserve_is_written_without_enough_disk_space(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / RESERVE_NAME, 1 << 60)
     assert not reserve.refill()
     assert not reserve.is_kept
     assert not reserve.release()
 
 
-def test_both_databases_report_a_full_disk_as_such() -> None:
+def test_full_disk_errors_of_sqlite_and_postgres_become_disk_full() -> None:
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = FULL
     assert isinstance(sqlite_explained(error, Path("/data/conversations.db")), DiskFull)

@@ -33,7 +33,7 @@ def create(rig: DaemonRig, name: str, **fields: Any) -> Any:
     return rig.stub.CreateConversation(request).conversation
 
 
-def test_its_log_is_that_of_a_conversation_whose_first_turn_brought_it_all(rig: DaemonRig) -> None:
+def test_a_given_history_has_the_same_tokens_as_messages_sent_in_a_turn(rig: DaemonRig) -> None:
     made = create(rig, "given", system_prompt=RULES, metadata=METADATA)
     assert (made.revision, made.num_messages, dict(made.metadata)) == (0, 5, {"a": 1})
     assert made.num_tokens > 20
@@ -53,7 +53,7 @@ def test_its_log_is_that_of_a_conversation_whose_first_turn_brought_it_all(rig: 
     assert log_of(rig, "given") == log_of(rig, "brought")
 
 
-def test_no_rewind_removes_it_and_a_fork_begins_with_it(rig: DaemonRig) -> None:
+def test_a_rewind_and_a_fork_at_revision_zero_keep_the_given_history(rig: DaemonRig) -> None:
     made = create(rig, "kept")
     rig.ask("kept", "Is it late?", sampling=SHORT)
     fork = rig.stub.ForkConversation(
@@ -70,7 +70,7 @@ def test_no_rewind_removes_it_and_a_fork_begins_with_it(rig: DaemonRig) -> None:
     assert log_of(rig, "kept") == log_of(rig, "fork")
 
 
-def test_tool_calls_thinking_and_names_come_back_as_they_were_given(rig: DaemonRig) -> None:
+def test_tool_calls_thinking_and_names_are_returned_as_given(rig: DaemonRig) -> None:
     call = {
         "id": "call1",
         "type": "function",
@@ -98,7 +98,7 @@ def test_tool_calls_thinking_and_names_come_back_as_they_were_given(rig: DaemonR
         assert (tool.tool_call_id, last.text) == ("call1", "It is.")
 
 
-def test_what_cannot_be_a_history_is_refused_by_the_name_of_its_field(rig: DaemonRig) -> None:
+def test_an_invalid_history_is_refused_with_its_field_name(rig: DaemonRig) -> None:
     assistant = pb.ROLE_ASSISTANT
     twice = pb.ToolCall(name="f", arguments='{"a": 1, "a": 2}')
     cases: list[tuple[list[pb.NewMessage], dict[str, Any], str]] = [
@@ -154,7 +154,7 @@ def pieces(*given: Any, complete: bool = True) -> Iterator[pb.ImportConversation
         yield pb.ImportConversationRequest(complete=True)
 
 
-def test_a_history_that_comes_in_pieces_is_the_same_as_one_that_comes_at_once(
+def test_a_history_imported_in_pieces_equals_a_history_created_at_once(
     rig: DaemonRig,
 ) -> None:
     whole = pb.CreateConversationRequest(
@@ -172,7 +172,7 @@ def test_a_history_that_comes_in_pieces_is_the_same_as_one_that_comes_at_once(
     assert log_of(rig, "in-pieces") == log_of(rig, "at-once")
 
 
-def test_a_history_longer_than_a_request_is_created_by_both_clients(rig: DaemonRig) -> None:
+def test_both_clients_create_a_history_longer_than_one_request(rig: DaemonRig) -> None:
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "!"},
@@ -196,7 +196,7 @@ def test_a_history_longer_than_a_request_is_created_by_both_clients(rig: DaemonR
     assert asyncio.run(main()) == wanted
 
 
-def test_a_history_that_breaks_off_or_is_wrong_makes_no_conversation(rig: DaemonRig) -> None:
+def test_an_incomplete_or_invalid_import_creates_no_conversation(rig: DaemonRig) -> None:
     new = pb.CreateConversationRequest(conversation_id="broken")
     some = [pb.NewMessage(content="x")] * 100
     wrong = [pb.NewMessage(content="x", thinking="y")]

@@ -43,15 +43,15 @@ def rig(data: Path, **written: str) -> DaemonRig:
 
 
 @dataclass
-class Two:
+class TwoDaemons:
     """A, B, and the conversations that no test has used yet."""
 
     a: DaemonRig
     b: DaemonRig
-    left: list[str] = field(default_factory=lambda: list(NAMES))
+    unused: list[str] = field(default_factory=lambda: list(NAMES))
 
-    def next(self) -> str:
-        return self.left.pop()
+    def next_unused(self) -> str:
+        return self.unused.pop()
 
     def log_of(self, name: str) -> list[int]:
         store = self.b.daemon.store
@@ -83,7 +83,7 @@ class Two:
             assert moved.completed.usage.recomputed_tokens == recomputed
 
 
-def talked(one: DaemonRig) -> None:
+def run_conversations(one: DaemonRig) -> None:
     """Run two turns in each conversation, and fork it."""
     for number, name in enumerate(NAMES):
         words = (
@@ -95,20 +95,20 @@ def talked(one: DaemonRig) -> None:
         one.stub.ForkConversation(fork)
 
 
-def copied(source: Path, target: Path) -> Path:
+def copy_of_data(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.sock", "*lock*")))
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoDaemons]:
     folder = tmp_path_factory.mktemp("two")
     with rig(folder / "a") as a:
-        talked(a)
-        with rig(copied(folder / "a", folder / "b")) as b:
-            yield Two(a, b)
+        run_conversations(a)
+        with rig(copy_of_data(folder / "a", folder / "b")) as b:
+            yield TwoDaemons(a, b)
 
 
-def changed(change: Callable[[int, KvPart], KvPart | None]) -> hand_over.Fetch:
+def fetch_with_changes(change: Callable[[int, KvPart], KvPart | None]) -> hand_over.Fetch:
     """Return a Fetch from A that changes each part on its way. None breaks the connection there."""
 
     async def fetch(address: str, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
@@ -126,7 +126,7 @@ def changed(change: Callable[[int, KvPart], KvPart | None]) -> hand_over.Fetch:
     return fetch
 
 
-def flipped(part: KvPart, at: int) -> KvPart:
+def with_flipped_bit(part: KvPart, at: int) -> KvPart:
     body = bytearray(part.body)
     body[at] ^= 4
     return part._replace(body=bytes(body))
@@ -138,8 +138,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
 
 
-def test_a_moved_conversation_takes_its_kv_along(two: Two) -> None:
-    name = two.next()
+def test_a_moved_conversation_takes_its_kv_along(two: TwoDaemons) -> None:
+    name = two.next_unused()
     pulled = two.pull(name)
     history = len(two.log_of(name)) - 1
     assert (pulled.tokens, pulled.why_no_more) == (history, "")
@@ -150,19 +150,19 @@ def test_a_moved_conversation_takes_its_kv_along(two: Two) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_kv_comes_in_parts_of_a_chunk_where_that_is_their_size(two: Two) -> None:
-    name = two.next()
+def test_kv_arrives_in_parts_of_one_chunk_if_parts_are_small(two: TwoDaemons) -> None:
+    name = two.next_unused()
     parts: list[KvPart] = []
-    two.pull(name, changed(lambda number, part: parts.append(part) or part))
+    two.pull(name, fetch_with_changes(lambda number, part: parts.append(part) or part))
     num_chunks = -(-(len(two.log_of(name)) - 1) // SIZE)
     assert [part.first_chunk for part in parts] == list(range(num_chunks - 1, -1, -1))
     two.check_replies(name, recomputed=0)
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_connection_that_breaks_half_way_leaves_the_end(two: Two) -> None:
-    name = two.next()
-    pulled = two.pull(name, changed(lambda number, part: part if number < 4 else None))
+def test_after_a_broken_connection_the_received_last_chunks_are_used(two: TwoDaemons) -> None:
+    name = two.next_unused()
+    pulled = two.pull(name, fetch_with_changes(lambda number, part: part if number < 4 else None))
     history = len(two.log_of(name)) - 1
     num_chunks = -(-history // SIZE)
     assert pulled.tokens == history - (num_chunks - 3) * SIZE
@@ -170,10 +170,10 @@ def test_a_connection_that_breaks_half_way_leaves_the_end(two: Two) -> None:
     two.check_replies(name, recomputed=(num_chunks - 3) * SIZE)
 
 
-def test_a_connection_that_is_reset_within_a_part_is_no_more_than_that(
-    two: Two, monkeypatch: pytest.MonkeyPatch
+def test_after_a_connection_reset_within_a_part_only_missing_kv_is_recomputed(
+    two: TwoDaemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, proxy = two.next(), Proxy(two.a.server.address)
+    name, proxy = two.next_unused(), Proxy(two.a.server.address)
     monkeypatch.setattr("pensieve.api.grpc.replica.PIECE_BYTES", 4096)
     num_seen = 0
     view = hand_over._check_identity
@@ -193,9 +193,9 @@ def test_a_connection_that_is_reset_within_a_part_is_no_more_than_that(
     proxy.close()
 
 
-def test_a_chunk_whose_bytes_have_changed_is_computed_and_the_others_are_not(two: Two) -> None:
-    name = two.next()
-    pulled = two.pull(name, changed(lambda number, part: flipped(part, 0)))
+def test_only_the_chunk_with_changed_bytes_is_recomputed(two: TwoDaemons) -> None:
+    name = two.next_unused()
+    pulled = two.pull(name, fetch_with_changes(lambda number, part: with_flipped_bit(part, 0)))
     history = len(two.log_of(name)) - 1
     assert pulled.tokens == history - SIZE
     assert pulled.why_no_more
@@ -203,18 +203,20 @@ def test_a_chunk_whose_bytes_have_changed_is_computed_and_the_others_are_not(two
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_the_first_part_may_be_damaged_and_those_behind_it_come(two: Two) -> None:
-    name = two.next()
-    pulled = two.pull(name, changed(lambda n, part: flipped(part, 9) if n == 1 else part))
+def test_the_parts_after_a_damaged_first_part_are_used(two: TwoDaemons) -> None:
+    name = two.next_unused()
+    pulled = two.pull(
+        name, fetch_with_changes(lambda n, part: with_flipped_bit(part, 9) if n == 1 else part)
+    )
     history = len(two.log_of(name)) - 1
     last = (history - 1) % SIZE + 1
     assert pulled.tokens == history - last
     two.check_replies(name, recomputed=last)
 
 
-def test_kv_of_other_tokens_is_not_adopted(two: Two) -> None:
-    """A was rewound and has another reply since."""
-    name = two.next()
+def test_kv_of_other_tokens_is_not_adopted(two: TwoDaemons) -> None:
+    """A was rewound and has generated another reply since."""
+    name = two.next_unused()
     rewind = pb.RewindConversationRequest(conversation_id=name, to_revision=1)
     two.a.stub.RewindConversation(rewind)
     two.a.ask(name, "Something else." + " And again." * 9, sampling=GREEDY)
@@ -227,7 +229,7 @@ def test_kv_of_other_tokens_is_not_adopted(two: Two) -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "kv_heads", "chunk_tokens", "fingerprint", "new"])
-def test_kv_of_an_engine_that_differs_in_anything_is_refused(two: Two, what: str) -> None:
+def test_kv_of_an_incompatible_engine_is_refused(two: TwoDaemons, what: str) -> None:
     async def fetch(*arguments: Any) -> Parts:
         async for each in KvFetcher().fetch(*arguments):
             yield KvHeader({**each.identity, what: "x"}) if isinstance(each, KvHeader) else each
@@ -251,33 +253,33 @@ def test_kv_of_an_engine_that_differs_in_anything_is_refused(two: Two, what: str
         lambda part: part._replace(digest=""),
     ],
 )
-def test_a_part_that_does_not_fit_the_log_is_refused(
-    two: Two, change: Callable[[KvPart], KvPart]
+def test_a_part_that_does_not_match_the_log_is_refused(
+    two: TwoDaemons, change: Callable[[KvPart], KvPart]
 ) -> None:
-    pulled = two.pull(NAMES[0], changed(lambda number, part: change(part)))
+    pulled = two.pull(NAMES[0], fetch_with_changes(lambda number, part: change(part)))
     assert pulled.tokens == 0
     assert pulled.why_no_more
 
 
-def test_nothing_comes_of_what_the_other_does_not_have(two: Two) -> None:
+def test_a_pull_without_available_kv_reports_why(two: TwoDaemons) -> None:
     two.b.ask("only-b", "Hello.", sampling=GREEDY)
     assert two.pull("only-b").why_no_more == "the other daemon had no more"
     assert two.pull("nowhere").why_no_more == "the conversation is not in the store"
 
 
-def test_nobody_at_the_address_costs_no_more_than_that(two: Two) -> None:
+def test_a_pull_from_an_unreachable_address_reports_unavailable(two: TwoDaemons) -> None:
     pulled = two.pull(NAMES[0], address="127.0.0.1:1")
     assert pulled.tokens == 0
     assert "UNAVAILABLE" in pulled.why_no_more
 
 
-def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
-    two: Two, monkeypatch: pytest.MonkeyPatch
+def test_a_slow_pull_is_stopped_and_keeps_the_received_parts(
+    two: TwoDaemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = two.next()
+    name = two.next_unused()
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
     monkeypatch.setattr(hand_over, "ALWAYS_SECONDS", 3.0)
-    arrived = changed(lambda number, part: part)
+    arrived = fetch_with_changes(lambda number, part: part)
 
     async def fetch(*arguments: Any) -> Parts:
         number = 0
@@ -293,15 +295,15 @@ def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
     two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
 
 
-def test_a_few_tokens_of_a_small_model_are_computed_sooner_than_fetched(two: Two) -> None:
+def test_kv_is_not_pulled_if_computing_it_is_faster(two: TwoDaemons) -> None:
     pulled = two.pull(NAMES[0], always=False)
     assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is faster")
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("deed", ["send", "rewind", "delete"])
-def test_what_a_client_does_meanwhile_ends_the_import(two: Two, deed: str) -> None:
-    name = two.next()
+def test_a_client_action_during_the_import_ends_it(two: TwoDaemons, deed: str) -> None:
+    name = two.next_unused()
     acted = False
 
     async def fetch(*arguments: Any) -> Parts:
@@ -343,8 +345,10 @@ def test_what_a_client_does_meanwhile_ends_the_import(two: Two, deed: str) -> No
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("seed", range(4))
-def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) -> None:
-    name, choose = two.next(), random.Random(seed)
+def test_replies_are_right_with_damaged_duplicated_and_reordered_parts(
+    two: TwoDaemons, seed: int
+) -> None:
+    name, choose = two.next_unused(), random.Random(seed)
 
     async def fetch(*arguments: Any) -> Parts:
         late: list[KvPart] = []
@@ -353,7 +357,7 @@ def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) ->
             if isinstance(each, KvHeader) or roll < 0.5:
                 yield each
             elif roll < 0.65:
-                yield flipped(each, choose.randrange(len(each.body)))
+                yield with_flipped_bit(each, choose.randrange(len(each.body)))
             elif roll < 0.75:
                 yield each
                 yield each
@@ -368,11 +372,13 @@ def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) ->
     two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
 
 
-def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_path: Path) -> None:
-    name = two.next()
-    data = copied(Path(two.a.daemon.store.folder.path), tmp_path / "small")
+def test_a_small_host_tier_takes_the_last_chunks_and_the_rest_is_recomputed(
+    two: TwoDaemons, tmp_path: Path
+) -> None:
+    name = two.next_unused()
+    data = copy_of_data(Path(two.a.daemon.store.folder.path), tmp_path / "small")
     with rig(data, host_cache="96t") as small:
-        there = Two(two.a, small)
+        there = TwoDaemons(two.a, small)
         pulled = there.pull(name)
         history = len(there.log_of(name)) - 1
         assert pulled.tokens == 2 * SIZE + (history - 1) % SIZE + 1
@@ -383,7 +389,7 @@ def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_p
 # -- who may fetch KV --
 
 
-def fetched(address: str, token: str = "") -> list[Any]:
+def fetch_kv(address: str, token: str = "") -> list[Any]:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
@@ -393,18 +399,18 @@ def fetched(address: str, token: str = "") -> list[Any]:
 
 def code_of(address: str, token: str = "") -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as refused:
-        fetched(address, token)
+        fetch_kv(address, token)
     code = refused.value.code()
     assert isinstance(code, grpc.StatusCode)
     return code
 
 
-def test_kv_is_not_offered_unless_the_operator_wants_it(tmp_path: Path) -> None:
+def test_kv_is_not_offered_unless_hand_over_is_enabled(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as one:
         assert code_of(one.server.address) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -> None:
+def test_fetching_kv_needs_an_admin_token_if_tokens_are_required(tmp_path: Path) -> None:
     made = {admin: callers.new_token("", admin=admin) for admin in (False, True)}
     file = tmp_path / "tokens.toml"
     file.write_text("\n".join(entry for _, entry in made.values()))
@@ -420,7 +426,7 @@ def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -
         assert code_of(address, made[True][0]) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_request_that_names_nothing_is_refused_with_the_fields_name(two: Two) -> None:
+def test_an_invalid_fetch_request_is_refused_with_its_field_name(two: TwoDaemons) -> None:
     with grpc.insecure_channel(two.a.server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         for fields, name in (

@@ -57,7 +57,7 @@ def history_of(store: ConversationStore, template: ChatTemplate) -> History:
 
 
 @pytest.fixture(autouse=True)
-def _limits_as_before() -> Iterator[None]:
+def _reset_tokenizer_limits() -> Iterator[None]:
     """Reset the limit that a history sets in its tokenizer, because tests share tokenizers."""
     yield
     for family in (LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3):
@@ -100,12 +100,14 @@ def say(history: History, store: ConversationStore, name: str, text: str) -> Non
     store.finish_turn(begun.turn.turn_id, reply, "length", {})
 
 
-def opened(template: ChatTemplate, messages: list[Message], setting: TemplateSetting) -> list[int]:
+def opening_tokens(
+    template: ChatTemplate, messages: list[Message], setting: TemplateSetting
+) -> list[int]:
     return template.tokenizer.encode(template.render(messages, setting), at_start=True).ids
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
-def test_tools_alone_are_a_prefix(store: ConversationStore, family: Family) -> None:
+def test_a_prefix_may_consist_of_tools_only(store: ConversationStore, family: Family) -> None:
     template = template_of(family)
     history = history_of(store, template)
     options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
@@ -119,11 +121,13 @@ def test_tools_alone_are_a_prefix(store: ConversationStore, family: Family) -> N
         log += ids
     tools = store.get_conversation("c").tools
     assert tools == (TOOL,)
-    whole = opened(template, [Message("user", "Is it far?")], TemplateSetting(tools, options))
+    whole = opening_tokens(
+        template, [Message("user", "Is it far?")], TemplateSetting(tools, options)
+    )
     assert log == whole
 
 
-def test_where_nothing_is_fixed_in_front_all_comes_with_the_first_turn(
+def test_a_template_without_a_fixed_head_tokenizes_the_prefix_in_the_first_turn(
     store: ConversationStore,
 ) -> None:
     template = template_with(PLAIN)
@@ -133,14 +137,14 @@ def test_where_nothing_is_fixed_in_front_all_comes_with_the_first_turn(
     create(history, "c")
     (ids,) = drafted(history, "c", "So?").prompt()
     before = [Message("system", "Be brief."), *SHOTS]
-    assert ids == opened(template, [*before, Message("user", "So?")], TemplateSetting())
+    assert ids == opening_tokens(template, [*before, Message("user", "So?")], TemplateSetting())
     say(history, store, "c", "So?")
     store.rewind_conversation("c", 0)
     assert drafted(history, "c", "So?").prompt() == [ids]
 
 
 @pytest.mark.parametrize("shots", [(), SHOTS])
-def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_anew(
+def test_a_prefix_and_its_conversations_are_tokenized_again_for_another_template(
     store: ConversationStore, shots: tuple[Message, ...]
 ) -> None:
     history = history_of(store, template_of(QWEN_2_5))
@@ -160,10 +164,10 @@ def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_a
         log = [*store.log(name)] if name == "new" else head.token_ids
         for ids in drafted(again, name, "So?").prompt():
             log = [*log, *ids]
-        assert log == opened(other, [*first, Message("user", "So?")], TemplateSetting())
+        assert log == opening_tokens(other, [*first, Message("user", "So?")], TemplateSetting())
         assert [*store.log(name)] == head.token_ids
     drafted(again, "said", "And now?")  # this tokenizes the conversation again
-    asked = opened(other, [*first, Message("user", "Is it far?")], TemplateSetting())
+    asked = opening_tokens(other, [*first, Message("user", "Is it far?")], TemplateSetting())
     yes = other.tokenizer.encode_text("yes")
     assert [*store.log("said")] == [*asked, *yes] != qwen
     store.rewind_conversation("said", 0)
@@ -171,7 +175,7 @@ def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_a
     assert store.verify() == []
 
 
-def test_a_prefix_that_another_template_cannot_write_is_refused_and_harms_nothing(
+def test_a_prefix_that_a_new_template_rejects_is_refused_and_left_unchanged(
     store: ConversationStore,
 ) -> None:
     history = history_of(store, template_of(QWEN_2_5))
@@ -183,7 +187,7 @@ def test_a_prefix_that_another_template_cannot_write_is_refused_and_harms_nothin
     assert store.log("prefix:rules") == before
 
 
-def test_what_cannot_fit_is_no_prefix(store: ConversationStore) -> None:
+def test_a_prefix_longer_than_the_context_is_refused(store: ConversationStore) -> None:
     history = history_of(store, template_of(QWEN_2_5))
     with pytest.raises(ContextFull):
         declare(history, system_prompt="a b " * 4000)
@@ -191,7 +195,7 @@ def test_what_cannot_fit_is_no_prefix(store: ConversationStore) -> None:
         declare(history, system_prompt="x" * 16 * 4000 + "x")
 
 
-def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
+def test_heads_are_tokenized_once_and_the_least_recent_is_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = template_of(QWEN_2_5)
@@ -213,7 +217,7 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     assert not heads.knows(prompts[0], TemplateSetting(options={"a": 1}))
 
 
-def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: Any) -> None:
+def test_a_given_history_with_tool_calls_continues_with_its_original_tokens(store: Any) -> None:
     """Templates write arguments in the order of their keys, and the store sorts the keys."""
     history = history_of(store, template_of(QWEN_2_5))
     call = ToolCall("rain", {"where": "Oslo", "days": {"to": 3, "from": 1}}, "call1")
@@ -239,7 +243,7 @@ def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: 
     first = [message_of(each) for each in messages[:5]]
     log = list(store.log("c"))[: -messages[5].num_tokens]
     setting = setting_of(store.get_conversation("c"))
-    assert log == opened(again._template, first, setting)
+    assert log == opening_tokens(again._template, first, setting)
 
 
 def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> None:
@@ -253,7 +257,7 @@ def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> 
     assert draft.conversation.fingerprint == other._fingerprint
     log = list(store.log("c"))
     first = [message_of(each) for each in store.messages("c")[:4]]
-    before = opened(other._template, first, setting_of(draft.conversation))
+    before = opening_tokens(other._template, first, setting_of(draft.conversation))
     assert log[: len(before)] == before
 
 

@@ -28,7 +28,7 @@ from tests.conversations.rig_daemon import (
     ECHO,
     DaemonRig,
     ServeProcess,
-    said,
+    read_turn,
     send_signal,
     wait_for,
 )
@@ -57,7 +57,7 @@ def test_a_stopped_engine_is_killed_and_restarted(tmp_path: Path) -> None:
         assert len(rig.messages("c")) == 2
 
 
-def test_an_engine_whose_main_thread_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_an_engine_whose_main_thread_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     config = DaemonConfig(grace_seconds=30.0, iteration_seconds_max=2.0)
     with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults)), config=config) as rig:
@@ -85,7 +85,7 @@ def test_an_idle_engine_is_not_killed(tmp_path: Path) -> None:
         assert rig.daemon.engine.num_restarts == 0
 
 
-def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> None:
+def test_a_daemon_that_was_suspended_does_not_kill_its_engine(tmp_path: Path) -> None:
     parameters = {"config": {"heartbeat_seconds": 2.0, "iteration_seconds_max": 2.0}}
     process = ServeProcess(tmp_path / "data", parameters=parameters)
     address = process.start()
@@ -101,7 +101,7 @@ def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> N
     assert process.stop() == 0
 
 
-def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path) -> None:
+def test_an_engine_whose_reader_thread_fails_is_restarted(tmp_path: Path) -> None:
     """Without the restart, the engine's reader thread is dead, and nothing reads the pipe any more."""
     faults = tmp_path / "faults"
     faults.write_text("deaf")
@@ -116,7 +116,7 @@ def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path)
         assert rig.daemon.engine.num_restarts == 1
 
 
-def test_a_start_without_news_is_logged_and_waited_for(
+def test_a_slow_engine_start_is_logged_and_not_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
@@ -128,7 +128,7 @@ def test_a_start_without_news_is_logged_and_waited_for(
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
 
 
-def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
+def test_a_killed_engine_that_does_not_exit_is_logged_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process may be stuck in a device call. A second engine would compete with it for the device."""
@@ -139,30 +139,30 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
         wait = process.wait
         killed: list[Any] = []
 
-        def lasts(timeout: float | None = None) -> int:
+        def does_not_end(timeout: float | None = None) -> int:
             if len(killed) < 4:  # the first call asks how the process ended
                 killed.append(1)
                 raise subprocess.TimeoutExpired("engine", timeout or 0.0)
             return int(wait(timeout))
 
-        monkeypatch.setattr(process, "wait", lasts)
+        monkeypatch.setattr(process, "wait", does_not_end)
         os.kill(process.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
         assert caplog.text.count("was killed but does not end") == 3
 
 
-def test_a_daemon_stops_though_its_engine_does_not_end(
+def test_a_daemon_stops_even_if_its_engine_does_not_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.1)
 
-    def lasts(timeout: float) -> int:
+    def does_not_end(timeout: float) -> int:
         raise subprocess.TimeoutExpired("engine", timeout)
 
     with caplog.at_level(logging.ERROR, "pensieve"), DaemonRig(tmp_path / "data") as rig:
         process = rig.daemon.engine._process
         assert process is not None
-        monkeypatch.setattr(process, "wait", lasts)
+        monkeypatch.setattr(process, "wait", does_not_end)
     assert "was killed but does not end" in caplog.text
     monkeypatch.undo()
     process.wait(30)
@@ -171,8 +171,8 @@ def test_a_daemon_stops_though_its_engine_does_not_end(
 # -- a supervisor that cannot stop silently --
 
 
-def wrong(*arguments: Any) -> None:
-    raise ZeroDivisionError("nobody foresaw this")
+def raise_unexpected(*arguments: Any) -> None:
+    raise ZeroDivisionError("an unexpected error of the test")
 
 
 @pytest.mark.parametrize("when", ["engine_down", "engine_up", "_reap"])
@@ -186,14 +186,14 @@ def test_a_failed_supervisor_ends_the_service(
         events = rig.send("c", "hello", sampling=LONG)
         next(events)
         engine, events_of_daemon = rig.daemon.engine, rig.daemon.events
-        monkeypatch.setattr(engine if when == "_reap" else events_of_daemon, when, wrong)
+        monkeypatch.setattr(engine if when == "_reap" else events_of_daemon, when, raise_unexpected)
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(rig.server.stopping.is_set)
-        assert "nobody foresaw this" in str(rig.server.failure)
+        assert "an unexpected error of the test" in str(rig.server.failure)
         monkeypatch.undo()
     assert "the engine's supervisor failed" in caplog.text
     with pytest.raises(grpc.RpcError):
-        said(events)
+        read_turn(events)
 
 
 def test_an_engine_start_that_fails_unexpectedly_is_retried(
@@ -206,22 +206,22 @@ def test_an_engine_start_that_fails_unexpectedly_is_retried(
         async def fail_twice() -> Any:
             if failures[0]:
                 failures[0] -= 1
-                wrong()
+                raise_unexpected()
             return await spawn()
 
         monkeypatch.setattr(engine, "_spawn", fail_twice)
         send_signal(engine.pid, signal.SIGKILL)
         wait_for(lambda: engine.num_restarts == 1)
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
-        assert caplog.text.count("nobody foresaw this") >= 2
+        assert caplog.text.count("an unexpected error of the test") >= 2
 
 
 def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     program = (
         "import sys; from pensieve.conversations.daemon import Daemon; from pensieve.cli.main import main\n"
-        "def wrong(self, reason): raise ZeroDivisionError('nobody foresaw this')\n"
-        "Daemon._on_down = wrong; sys.exit(main(sys.argv[1:]))"
+        "def raise_unexpected(self, reason): raise ZeroDivisionError('an unexpected error of the test')\n"
+        "Daemon._on_down = raise_unexpected; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen(
         [
@@ -236,24 +236,24 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
     wait_for(lambda: ready.exists() or process.poll() is not None)
     (engine,) = fork_server.children_of(process.pid)
     os.kill(engine, signal.SIGKILL)
-    _, told = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    last = told.splitlines()[-1]
+    last = stderr.splitlines()[-1]
     assert last.startswith("pensieve: the daemon failed")
-    assert "nobody foresaw this" in last
+    assert "an unexpected error of the test" in last
 
 
 @pytest.mark.parametrize("where", ["interrupt", "fail", "finish"])
-def test_a_turn_whose_end_fails_unforeseen_has_one(
+def test_a_turn_ends_even_if_storing_its_end_fails_unexpectedly(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise readers of this turn would wait for ever."""
     faults = tmp_path / "faults"
     with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults))) as rig:
         history = rig.daemon.conversations._history
-        monkeypatch.setattr(history, where, wrong)
+        monkeypatch.setattr(history, where, raise_unexpected)
         if where != "interrupt":
-            monkeypatch.setattr(history, "interrupt", wrong)
+            monkeypatch.setattr(history, "interrupt", raise_unexpected)
         faults.write_text({"interrupt": "memory", "fail": "nan", "finish": ""}[where])
         with pytest.raises(grpc.RpcError) as caught:
             rig.ask("c", "hello", sampling=SHORT, seconds=30)
@@ -261,21 +261,21 @@ def test_a_turn_whose_end_fails_unforeseen_has_one(
         assert rig.num_live == 0
 
 
-def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
+def test_a_turn_whose_log_cannot_be_read_ends_with_an_internal_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("c", "hello", sampling=SHORT)
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
-        monkeypatch.setattr(rig.daemon.conversations._history, "log_for", wrong)
+        monkeypatch.setattr(rig.daemon.conversations._history, "log_for", raise_unexpected)
         with pytest.raises(grpc.RpcError) as caught:
             rig.ask("c", "again", sampling=SHORT, seconds=30)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert not rig.server.stopping.is_set()
 
 
-def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> None:
+def test_the_last_messages_of_an_engine_with_unread_input_are_received() -> None:
     """Unread data makes the engine's close a reset. Without care, earlier frames are lost with it."""
 
     async def main() -> None:
@@ -299,9 +299,9 @@ def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> N
     asyncio.run(main())
 
 
-def test_a_task_of_the_daemon_that_fails_unforeseen_ends_the_service(tmp_path: Path) -> None:
+def test_an_unexpected_error_in_a_background_task_ends_the_service(tmp_path: Path) -> None:
     async def fail() -> None:
-        wrong()
+        raise_unexpected()
 
     with DaemonRig(tmp_path / "data") as rig:
 
@@ -310,4 +310,4 @@ def test_a_task_of_the_daemon_that_fails_unforeseen_ends_the_service(tmp_path: P
 
         rig.call(spawn())
         wait_for(rig.server.stopping.is_set)
-        assert "nobody foresaw this" in str(rig.server.failure)
+        assert "an unexpected error of the test" in str(rig.server.failure)

@@ -48,7 +48,7 @@ def talk(number: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_long_histories_are_imported_at_the_same_time_and_come_out_as_they_were(
+def test_concurrent_imports_of_long_histories_are_exported_unchanged(
     rig: DaemonRig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--address", rig.server.address]
@@ -77,7 +77,7 @@ def test_long_histories_are_imported_at_the_same_time_and_come_out_as_they_were(
     assert rig.call(rig.daemon.threads.in_store("", store.verify)) == []
 
 
-def test_an_import_that_breaks_off_leaves_nothing(rig: DaemonRig) -> None:
+def test_an_interrupted_import_leaves_nothing(rig: DaemonRig) -> None:
     def pieces() -> Iterator[pb.ImportConversationRequest]:
         new = pb.CreateConversationRequest(conversation_id="c")
         yield pb.ImportConversationRequest(conversation=new)

@@ -26,7 +26,8 @@ from tests.conversations.rig_daemon import ServeProcess
 from tests.text.families import QWEN_2_5
 
 pytestmark = pytest.mark.skipif(
-    compiled_library() is None, reason="torch's own products depend on who shares the batch"
+    compiled_library() is None,
+    reason="results of torch's products depend on the other rows of the batch",
 )
 FIRED = (
     *("chunks_swapped_out", "chunks_swapped_in", "chunks_dropped", "chunks_copied_on_write"),
@@ -34,7 +35,7 @@ FIRED = (
 )
 
 
-class SameModel(Reference):
+class Int8KvReference(Reference):
     """The same model with KV of the same type, run over a whole log at once."""
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +52,9 @@ class SameModel(Reference):
 
 
 @pytest.mark.parametrize("policy", ["return", "lru"])
-def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, policy: str) -> None:
+def test_every_int8_reply_under_pressure_equals_a_single_pass_over_its_log(
+    tmp_path: Path, policy: str
+) -> None:
     """Exact to the last bit: a sampled token has the largest logit, not one close to it."""
     shape = {"policy": policy, "chunk_tokens": "32", "kv_dtype": "int8"}
     shape |= {"device_cache": "800t", "host_cache": "800t", "check_kv": "true"}
@@ -66,7 +69,7 @@ def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, polic
         total.update({name: int(value) for name, value in now.items() if name in FIRED})
         assert now["chunks_damaged"] == 0
         assert query(runtime, CheckIntegrity(2)).problems == ()
-        reference = SameModel(folder)
+        reference = Int8KvReference(folder)
         counts = [reference.wrong_tokens(runtime, name) for name in crowd.names]
     assert not [name for name in FIRED if not total[name]], f"never happened: {dict(total)}"
     sampled, wrong, near = (sum(column) for column in zip(*counts, strict=True))
@@ -74,7 +77,7 @@ def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, polic
     assert (wrong, near) == (0, 0)
 
 
-def test_a_daemon_that_evicts_says_what_one_with_room_says(
+def test_replies_with_small_int8_caches_equal_replies_with_large_caches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: dict[str, list[str]] = {}

@@ -31,7 +31,7 @@ def replies(runtime: Runtime, at_once: int) -> list[list[int]]:
     return [list(runtime.store.log(name)) for name in names]
 
 
-def test_a_reply_is_the_same_under_pressure_and_with_room_for_all(tmp_path: Path) -> None:
+def test_fp8_replies_under_pressure_equal_replies_without_pressure(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", QWEN_2_5)
     shape = {"chunk_tokens": "32", "kv_dtype": "fp8"}
     with started(folder, tmp_path / "room", device_cache="4000t", **shape) as runtime:

@@ -11,7 +11,7 @@ NUM_LANES = 4
 NAMES = [f"c{number}" for number in range(40)]
 
 
-def test_a_conversation_has_one_thread_and_its_jobs_keep_their_order() -> None:
+def test_jobs_of_a_conversation_run_in_order_in_one_thread() -> None:
     async def main() -> None:
         threads = Threads(asyncio.get_running_loop(), 1, num_lanes=NUM_LANES)
         ran: dict[str, list[tuple[int, int]]] = {name: [] for name in NAMES}
@@ -31,7 +31,7 @@ def test_a_conversation_has_one_thread_and_its_jobs_keep_their_order() -> None:
     asyncio.run(main())
 
 
-def test_a_job_holds_up_its_own_lane_alone_and_closing_waits_for_all() -> None:
+def test_a_blocked_job_delays_only_its_lane_and_the_store_health_check() -> None:
     async def main() -> None:
         threads = Threads(asyncio.get_running_loop(), 1, num_lanes=NUM_LANES)
         goes_on, done = threading.Event(), list[str]()

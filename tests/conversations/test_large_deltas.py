@@ -50,12 +50,12 @@ def test_a_late_reader_gets_everything_in_messages_within_the_size_limit(live: L
     assert logprobs == [(logprob, len(top)) for logprob, top in live.reply.logprobs]
 
 
-def test_a_reader_that_keeps_up_gets_one_message_for_each_kind() -> None:
+def test_a_small_delta_is_one_message_for_each_kind_of_text() -> None:
     found = list(deltas(turn(300).reply.span(50, 250)))
     assert [len(each.token_ids) for each in found] == [50, 150]
 
 
-def test_a_reply_whose_text_is_known_as_a_whole_is_split_too() -> None:
+def test_a_long_replayed_text_is_split_too() -> None:
     live = LiveTurn(
         *(1, "c", 0, 1),
         ReplyTokens(list(range(9)), ["long " * 2_000_000], parts=[Part.TEXT] * 9),

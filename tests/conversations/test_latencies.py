@@ -26,7 +26,7 @@ def stats(rig: DaemonRig) -> Any:
     return rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats
 
 
-def test_first_tokens_and_gaps_are_among_the_figures(rig: DaemonRig) -> None:
+def test_stats_include_first_token_and_token_gap_latencies(rig: DaemonRig) -> None:
     assert stats(rig).first_token.count == stats(rig).token_gap.count == 0
     for number in range(3):
         rig.ask(f"c{number}", "hello", sampling=LONG)
@@ -36,7 +36,7 @@ def test_first_tokens_and_gaps_are_among_the_figures(rig: DaemonRig) -> None:
     assert 0.002 < found.token_gap.p50_seconds <= found.token_gap.p99_seconds
 
 
-def test_a_reply_that_is_replayed_counts_once(rig: DaemonRig) -> None:
+def test_a_replay_is_not_counted_in_the_latencies(rig: DaemonRig) -> None:
     for _ in range(2):
         rig.ask("c", "hello", sampling=LONG, request_id="one")
     assert stats(rig).first_token.count == 1

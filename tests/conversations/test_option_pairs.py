@@ -43,7 +43,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 GAPS_MAX = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 0.1}  # a random token has 0.6 or more
 REPLY = Sampling(max_tokens=12, ignore_eos=True)
-SAID = {"a": ("Oslo rain fine", "and today"), "b": ("weather", "Grüße 日本 today 7")}
+TEXTS = {"a": ("Oslo rain fine", "and today"), "b": ("weather", "Grüße 日本 today 7")}
 
 
 def covering_array(options: Mapping[str, Sequence[str]], seed: int) -> list[Row]:
@@ -75,20 +75,20 @@ def pairs_of(row: Row) -> set[frozenset[tuple[str, str]]]:
 ROWS = [row for seed in range(SCALE) for row in covering_array(OPTIONS, seed)]
 
 
-class Played(NamedTuple):
+class RunResult(NamedTuple):
     logs: dict[str, list[int]]
     outputs: dict[str, list[int]]  # conversation -> positions of sampled tokens
 
 
-def play(folder: Path, data: Path, settings: Row) -> Played:
+def run_with(folder: Path, data: Path, settings: Row) -> RunResult:
     written = {name: value for name, value in settings.items() if name != "journal"}
     if settings.get("journal") == "yes":
         written["journal"] = str(data.with_suffix(".journal"))
     with started(folder, data, **written) as runtime:
-        for name in SAID:
+        for name in TEXTS:
             runtime.conversations.create(name)
         for turn in range(2):
-            texts = [(name, said[turn]) for name, said in SAID.items()]
+            texts = [(name, said[turn]) for name, said in TEXTS.items()]
             finish(runtime, [runtime.conversations.send(*each, sampling=REPLY) for each in texts])
             runtime.mailbox.put(EvictConversation("a", True, 1))
             while step(runtime):
@@ -96,7 +96,7 @@ def play(folder: Path, data: Path, settings: Row) -> Played:
         assert query(runtime, CheckIntegrity(2)).problems == ()
         assert runtime.store.verify() == []
         logs, outputs = {}, {}
-        for name in SAID:
+        for name in TEXTS:
             logs[name] = list(runtime.store.log(name))
             messages = runtime.store.messages(name, include_token_ids=True)
             assert len(messages) == 4
@@ -108,16 +108,16 @@ def play(folder: Path, data: Path, settings: Row) -> Played:
                     message.first_token_index, message.first_token_index + message.num_tokens
                 )
             ]
-        return Played(logs, outputs)
+        return RunResult(logs, outputs)
 
 
 @torch.inference_mode()
-def largest_gap(reference: Reference, played: Played) -> float:
+def largest_gap(reference: Reference, result: RunResult) -> float:
     """Return the largest error: largest logit minus sampled token's logit, divided by the logits' range."""
     gaps = []
-    for name, log in played.logs.items():
+    for name, log in result.logs.items():
         logits = reference.model(input_ids=torch.tensor([log]), use_cache=False).logits[0]
-        for position in played.outputs[name]:
+        for position in result.outputs[name]:
             row = logits[position - 1]
             gaps.append(float((row.max() - row[log[position]]) / (row.max() - row.min())))
     return max(gaps)
@@ -135,7 +135,7 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-def test_the_rows_hold_every_pair() -> None:
+def test_the_covering_array_contains_every_pair() -> None:
     rows = covering_array(OPTIONS, 0)
     held = set().union(*(pairs_of(row) for row in rows))
     for one, other in itertools.combinations(OPTIONS, 2):
@@ -146,34 +146,34 @@ def test_the_rows_hold_every_pair() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.values()))
-def test_every_pair_of_settings_answers_as_it_should(
+def test_every_pair_of_settings_gives_right_replies(
     row: Row, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     rounded = "int8" in (row["weights"], row["kv_dtype"])
     gap_max = GAPS_MAX["int8" if rounded else row["dtype"]]
-    assert largest_gap(reference, play(model, tmp_path / "data", row)) <= gap_max
+    assert largest_gap(reference, run_with(model, tmp_path / "data", row)) <= gap_max
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
-def test_two_ranks_go_together_with_every_other_setting(
+def test_two_ranks_give_right_replies_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     """Three starts cover each value once. Rounded weights are only for one rank."""
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
     row |= {"weights": "native", "tensor_parallel": "2", "turns_max": "12"}
-    played = play(model, tmp_path / "data", row)
+    result = run_with(model, tmp_path / "data", row)
     gap_max = GAPS_MAX["int8" if row["kv_dtype"] == "int8" else row["dtype"]]
-    assert largest_gap(reference, played) <= gap_max
+    assert largest_gap(reference, result) <= gap_max
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
-def test_two_stages_go_together_with_every_other_setting(
+def test_two_stages_give_right_replies_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
     row |= {"pipeline_stages": "2", "turns_max": "12"}
-    played = play(model, tmp_path / "data", row)
+    result = run_with(model, tmp_path / "data", row)
     rounded = "int8" in (row["weights"], row["kv_dtype"])
-    assert largest_gap(reference, played) <= GAPS_MAX["int8" if rounded else row["dtype"]]
+    assert largest_gap(reference, result) <= GAPS_MAX["int8" if rounded else row["dtype"]]

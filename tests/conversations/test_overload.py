@@ -14,12 +14,12 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc, status_pb2
 from tests.conversations.rig_daemon import ServeProcess
 
-CARRIED = 16  # turns that can run at once
+CAPACITY = 16  # turns that can run at once
 TURN = pb.Sampling(max_tokens=20, ignore_eos=True)
 
 
 async def load(address: str, turns_per_second: float | None, seconds: float) -> dict[str, Any]:
-    """Send turns at a fixed rate, even if turns fail. With None, keep CARRIED turns running instead."""
+    """Send turns at a fixed rate, even if turns fail. With None, keep CAPACITY turns running instead."""
     delivered, completed, refused, codes, retries = 0, 0, [], set(), True
     began = time.monotonic()
     end = began + seconds
@@ -48,12 +48,12 @@ async def load(address: str, turns_per_second: float | None, seconds: float) -> 
                 kinds = [each.type_url for each in status_pb2.Status.FromString(packed).details]
                 retries &= any(kind.endswith("RetryInfo") for kind in kinds)
 
-        async def go_on(number: int) -> None:
+        async def send_repeatedly(number: int) -> None:
             while time.monotonic() < end:
                 await say(number)
 
         if turns_per_second is None:
-            await asyncio.gather(*(go_on(number) for number in range(2 * CARRIED)))
+            await asyncio.gather(*(send_repeatedly(number) for number in range(2 * CAPACITY)))
         else:
             tasks, number = [], 0
             while (now := time.monotonic()) < end:
@@ -64,14 +64,14 @@ async def load(address: str, turns_per_second: float | None, seconds: float) -> 
             await asyncio.gather(*tasks)
         took = time.monotonic() - began
     refused.sort()
-    assert delivered == completed * TURN.max_tokens, "a turn that was taken is cut short"
+    assert delivered == completed * TURN.max_tokens, "an accepted turn is cut short"
     return {
         "tokens_per_second": delivered / took,
         "turns_per_second": delivered / took / TURN.max_tokens,
         "refused": len(refused),
         "refused_p99_seconds": refused[int(len(refused) * 0.99)] if refused else 0.0,
         "codes": codes,
-        "all_say_when_to_come_back": retries,
+        "all_have_retry_info": retries,
     }
 
 
@@ -85,9 +85,9 @@ def rss_bytes(pid: int) -> int:
 def test_ten_times_the_load_does_not_slow_accepted_turns(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",
-        *("--turns-max", str(CARRIED)),
+        *("--turns-max", str(CAPACITY)),
         engine="echo:0.02",
-        parameters={"config": {"turns_max": 2 * CARRIED + 8}},
+        parameters={"config": {"live_turns_max": 2 * CAPACITY + 8}},
     )
     address = process.start()
     pid = process.process.pid
@@ -116,7 +116,7 @@ def test_ten_times_the_load_does_not_slow_accepted_turns(tmp_path: Path) -> None
         assert peak["refused"] == 0
         assert over["refused"] > 100
         assert over["codes"] == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        assert over["all_say_when_to_come_back"]
+        assert over["all_have_retry_info"]
         assert over_goodput > 0.7 * peak_goodput  # per iteration, for slow machines
         assert grown < 1.3
         assert admin.check() == []

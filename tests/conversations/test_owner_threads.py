@@ -28,7 +28,7 @@ class Counter:
         return self.count
 
 
-def test_only_the_owner_may_call_and_look() -> None:
+def test_only_the_owner_thread_may_use_methods_and_properties() -> None:
     caller = ["loop"]
     owners = OwnerThreads(lambda: caller[0])
     counter = Counter()
@@ -44,7 +44,7 @@ def test_only_the_owner_may_call_and_look() -> None:
     assert len(owners.violations) == 2
 
 
-def test_a_daemon_whose_threads_meddle_is_found_out(tmp_path: Path) -> None:
+def test_calls_from_wrong_threads_of_a_daemon_are_detected(tmp_path: Path) -> None:
     """Each violation here once was a real bug, such as the event loop using the history."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
@@ -66,7 +66,7 @@ def test_a_daemon_whose_threads_meddle_is_found_out(tmp_path: Path) -> None:
         assert rig.daemon.store.verify() == []  # allowed: it uses its own connection
 
 
-def test_a_short_turn_is_two_jobs_of_the_store_thread(
+def test_a_short_turn_needs_two_jobs_of_the_store_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One job begins the turn and one ends it. More thread switches would slow every stream."""

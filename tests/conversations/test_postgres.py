@@ -49,7 +49,7 @@ def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ctrl_c_ends_a_daemon_that_waits_for_its_server(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_daemon_that_waits_for_its_database(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")
     command = (sys.executable, "-m", "pensieve", "serve", "--data", str(tmp_path))
     away = "postgresql://nobody@127.0.0.1:1/x"
@@ -66,7 +66,7 @@ def test_ctrl_c_ends_a_daemon_that_waits_for_its_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.executed  # /proc shows the fork server's environment for forked processes
-def test_a_conversation_continues_after_either_process_was_killed(
+def test_a_conversation_continues_after_a_kill_of_the_daemon_or_database(
     tmp_path: Path,
     server: PostgresServer,
     capsys: pytest.CaptureFixture[str],
@@ -127,7 +127,7 @@ def test_a_conversation_continues_after_either_process_was_killed(
         assert store.verify() == []
 
 
-def test_a_daemon_without_its_database_says_so_and_ends(
+def test_a_daemon_without_its_database_exits_with_an_error(
     tmp_path: Path, server: PostgresServer
 ) -> None:
     url = server.url("nowhere").replace(f"{USER}@", f"{USER}:{SECRET}@")
@@ -139,7 +139,7 @@ def test_a_daemon_without_its_database_says_so_and_ends(
     assert SECRET not in done.stderr + done.stdout
 
 
-def test_a_backup_folder_of_ours_is_refused(tmp_path: Path) -> None:
+def test_the_backup_option_is_refused_with_a_postgres_store(tmp_path: Path) -> None:
     backup = ("--backup", str(tmp_path / "copy"))
     done = serve(tmp_path / "data", "--store", "postgresql:///history", *backup)
     assert done.returncode == 2

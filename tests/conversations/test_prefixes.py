@@ -1,4 +1,4 @@
-"""Conversations that begin with the same system prompt share its KV, whether a prefix_id says so or not."""
+"""Conversations with the same system prompt share its KV, with or without a prefix_id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import DaemonRig, Said
+from tests.conversations.rig_daemon import DaemonRig, StreamedTurn
 
 SHORT = pb.Sampling(max_tokens=8, ignore_eos=True)
 RULES = "Answer in one short sentence, and never guess. " * 6
@@ -19,14 +19,14 @@ def rig(tmp_path: Path) -> DaemonRig:
     return DaemonRig(tmp_path / "data")
 
 
-def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> Said:
+def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> StreamedTurn:
     rig.stub.CreateConversation(
         pb.CreateConversationRequest(conversation_id=name, system_prompt=RULES, prefix_id=prefix_id)
     )
     return rig.ask(name, text, sampling=SHORT)
 
 
-def test_a_conversation_under_a_known_prefix_computes_only_its_own_words(rig: DaemonRig) -> None:
+def test_a_conversation_under_a_known_prefix_computes_only_its_own_tokens(rig: DaemonRig) -> None:
     with rig:
         first = begin(rig, "first", "Is it raining?").completed.usage
         assert (first.device_tokens, first.recomputed_tokens) == (0, 0)
@@ -38,7 +38,7 @@ def test_a_conversation_under_a_known_prefix_computes_only_its_own_words(rig: Da
         assert rig.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).problems == []
 
 
-def test_sharing_changes_no_word(rig: DaemonRig) -> None:
+def test_sharing_a_prefix_does_not_change_replies(rig: DaemonRig) -> None:
     """Compare a conversation alone with the same conversation beside one that shares its prefix."""
     with rig:
         alone = begin(rig, "alone", "Is it cold?", "")
@@ -58,7 +58,7 @@ def test_the_prefix_outlives_the_conversation_that_computed_it(rig: DaemonRig) -
         assert third.device_tokens >= 96
 
 
-def test_what_was_dropped_of_a_prefix_is_computed_again(rig: DaemonRig) -> None:
+def test_an_evicted_prefix_is_computed_again(rig: DaemonRig) -> None:
     with rig:
         begin(rig, "first", "Is it raining?")
         rig.admin.EvictConversation(admin_pb2.EvictConversationRequest(conversation_id="first"))

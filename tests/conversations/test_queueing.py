@@ -1,4 +1,4 @@
-"""The work ahead of a new turn, and the engine's speed with prompts, in calls made by hand."""
+"""The work ahead of a new turn, and the engine's speed with prompts, without a daemon."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def live_turn(
     )
 
 
-def test_of_ones_own_share_everything_is_ahead() -> None:
+def test_all_turns_of_the_same_tenant_are_ahead() -> None:
     assert ahead_of([], "a", 1.0, 0) == WorkAhead(0, 0)
     turns = [turn("a", 3.0, begun=True), turn("a", 2.0), turn("a", 0.5)]
     assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(2, 5.5)
 
 
-def test_a_higher_priority_passes_those_that_wait_and_not_what_has_begun() -> None:
+def test_a_higher_priority_passes_waiting_turns_but_not_begun_turns() -> None:
     turns = [turn("a", 3.0, begun=True), turn("a", 2.0), turn("a", 0.5, priority=2)]
     assert ahead_of(turns, "a", 1.0, 1) == ahead_of(turns, "a", 1.0, 2) == WorkAhead(1, 3.5)
     assert ahead_of(turns, "a", 1.0, 3) == WorkAhead(0, 3.0)
@@ -70,13 +70,15 @@ def test_a_flooding_tenant_delays_only_its_own_turns() -> None:
     assert ahead_of(one_more, "quiet", 1.0, 0) == WorkAhead(1 + 1.5, 3.0 + 3.0)
 
 
-def test_weights_divide_the_time_between_shares() -> None:
+def test_weights_divide_the_time_between_tenants() -> None:
     turns = [turn("a", 4.0, weight=1.0), *(turn("b", 1.0, weight=2.0) for _ in range(10))]
     assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(1 + 8, 4.0 + 8.0)
-    assert ahead_of(turns, "b", 2.0, 0) == WorkAhead(10 + 1, 10.0 + 4.0), "never more than it has"
+    assert ahead_of(turns, "b", 2.0, 0) == WorkAhead(10 + 1, 10.0 + 4.0), (
+        "at most the work that tenant a has"
+    )
 
 
-def test_what_was_computed_of_a_prompt_is_not_ahead_any_more() -> None:
+def test_computed_parts_of_prompts_are_not_ahead() -> None:
     turns = [turn("a", 3.0, begun=True), turn("a", 2.0)]
     assert ahead_of(turns, "a", 1.0, 0, seconds_served=1.0).seconds == pytest.approx(4.0)
     assert ahead_of(turns, "a", 1.0, 0, seconds_served=9.0).seconds == pytest.approx(2.0)
@@ -84,11 +86,11 @@ def test_what_was_computed_of_a_prompt_is_not_ahead_any_more() -> None:
     assert ahead_of(turns, "a", 1.0, 0, seconds_served=1.0).seconds == pytest.approx(4.5 + 2.5)
 
 
-def test_the_pace_is_the_time_of_prompts_over_their_predictions() -> None:
+def test_the_pace_is_measured_time_divided_by_predicted_time() -> None:
     pace = PromptPace()
     assert pace.ratio is None
     pace.begun(10.0, is_only=True)
-    assert pace.served_since(11.0) == 0.0, "nothing is known"
+    assert pace.served_since(11.0) == 0.0, "no prompt has been measured"
     pace.ended(2.0, 13.0)
     assert pace.ratio == pytest.approx(1.5)
     pace.begun(100.0, is_only=True)  # the idle time before does not count
@@ -99,7 +101,7 @@ def test_the_pace_is_the_time_of_prompts_over_their_predictions() -> None:
     assert pace.ratio == pytest.approx(1.5)
 
 
-def test_prompts_that_end_together_are_one_piece_of_work() -> None:
+def test_prompts_that_end_together_share_the_measured_time() -> None:
     pace = PromptPace()
     for round_at in range(0, 1000, 10):
         for number in range(4):
@@ -109,7 +111,7 @@ def test_prompts_that_end_together_are_one_piece_of_work() -> None:
     assert pace.ratio == pytest.approx(0.5, rel=0.3)
 
 
-def test_an_engine_that_becomes_slower_is_found_out() -> None:
+def test_the_pace_adapts_to_a_slower_engine() -> None:
     pace = PromptPace()
     for number in range(60):
         pace.begun(100.0 * number, is_only=True)
@@ -117,10 +119,10 @@ def test_an_engine_that_becomes_slower_is_found_out() -> None:
     assert pace.ratio == pytest.approx(5.0, rel=0.05)
 
 
-def test_a_prompt_is_predicted_by_its_new_tokens_and_then_by_what_is_missing() -> None:
+def test_a_prompt_is_predicted_from_new_tokens_and_then_from_uncached_tokens() -> None:
     prompts, live = PromptTimes(), live_turn()
     prompts.submitted(live)
-    assert live.prompt_seconds == 0.0, "no engine has named its costs"
+    assert live.prompt_seconds == 0.0, "the engine has not reported its costs"
     prompts.cost = IterationCost(0.01, 0.02, 0.0, 0.001, 0.003)
     live.history_tokens, live.prompt_tokens = 100, 50
     prompts.submitted(live)
@@ -131,11 +133,13 @@ def test_a_prompt_is_predicted_by_its_new_tokens_and_then_by_what_is_missing() -
     assert prompts.wait_seconds(WorkAhead(0, 1.0)) == pytest.approx(2.0)
 
 
-def test_who_is_about_to_begin_counts_by_what_characters_made_lately() -> None:
+def test_an_arriving_turn_is_predicted_from_recent_tokens_per_character() -> None:
     prompts, live = PromptTimes(), live_turn()
     ask = TurnRequest("d", (Message("user", "x" * 400),), TurnOptions(priority=3), "b", "r")
     prompts.cost = IterationCost(0.01, 0.0, 0.0, 0.0, 0.5)
-    assert prompts.arriving(ask, 2.0) == WaitingTurn("b", 2.0, 3, 0.0), "nothing is known"
+    assert prompts.arriving(ask, 2.0) == WaitingTurn("b", 2.0, 3, 0.0), (
+        "no prompt has been measured"
+    )
     assert live.request is not None
     for num_tokens in (30, 10):
         live.prompt_tokens = num_tokens * live.request.num_characters

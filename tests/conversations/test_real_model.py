@@ -9,7 +9,7 @@ from tests.real_model import exactness, problems
 from tests.text.families import QWEN_2_5
 
 
-def test_eight_talks_under_tiny_caches_are_plain_transformers(tmp_path: Path) -> None:
+def test_eight_conversations_under_tiny_caches_equal_plain_transformers(tmp_path: Path) -> None:
     """The histories have 1,600 tokens. 800 fit on the device and 600 on the host."""
     model = write_model(tmp_path / "model", QWEN_2_5)
     small = ("--device-cache", "800t", "--host-cache", "600t")
@@ -19,7 +19,7 @@ def test_eight_talks_under_tiny_caches_are_plain_transformers(tmp_path: Path) ->
     assert figures["wrong"] == 0
 
 
-def test_a_wrong_token_and_a_cache_that_was_large_enough_are_problems() -> None:
+def test_wrong_tokens_and_too_large_caches_are_reported_as_problems() -> None:
     figures = {"device": 5, "host": 0, "recomputed": 5, "replies": 90, "wrong": 2, "ties": 0}
     assert problems(figures) == [
         "2 of 90 tokens are wrong",

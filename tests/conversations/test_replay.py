@@ -60,7 +60,9 @@ def streamed(live: LiveTurn) -> list[dict[str, Any]]:
     "token_ids", [[1, 4, 7, 3, 0, 6, 9], [3, 6], [1], [2, 0, 1, 3], [5, 5, 5, 0]]
 )
 @pytest.mark.parametrize("with_logprobs", [True, False])
-def test_deltas_are_the_same_from_the_store(token_ids: list[int], with_logprobs: bool) -> None:
+def test_deltas_of_a_replay_equal_the_streamed_deltas(
+    token_ids: list[int], with_logprobs: bool
+) -> None:
     live = LiveTurn(1, "c", 0, 3, marker=Parts(Tokenizer.load(MODEL_PATH)))
     for position, token_id in enumerate(token_ids):
         top = (Logprob(token_id, -0.125), Logprob(9, -1 / 3)) if with_logprobs else ()
@@ -141,7 +143,7 @@ def test_a_retry_gets_the_same_parts_of_the_reply(
     assert again == first
 
 
-def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
+def test_a_turn_fails_if_its_conversation_is_deleted_while_logprobs_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new conversation of the same name is not affected. The old turn finds its conversation gone."""
@@ -170,7 +172,7 @@ def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
         assert rig.call(rig.daemon.check()) == []
 
 
-def test_packed_logprobs_are_exact_and_parts_of_them_are_refused() -> None:
+def test_packed_logprobs_are_exact_and_damaged_ones_are_refused() -> None:
     top = (Logprob(2**32 - 1, -1 / 3), Logprob(6, float("-inf")))
     rows = [(-0.5, top), (-1e-300, ()), (0.0, top[:1])]
     packed = PackedLogprobs(pack(rows))
@@ -180,7 +182,7 @@ def test_packed_logprobs_are_exact_and_parts_of_them_are_refused() -> None:
             PackedLogprobs(broken)
 
 
-def test_other_defaults_make_no_other_request(
+def test_a_retry_after_a_change_of_defaults_is_the_same_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fields that a client leaves open are not part of its request."""

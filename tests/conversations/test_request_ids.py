@@ -17,7 +17,7 @@ from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.store.records import BeginResult
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, read_turn, wait_for
 from tests.guard.test_tenants import TokensRig
 
 SHORT = pb.Sampling(max_tokens=4, ignore_eos=True)
@@ -104,7 +104,7 @@ def test_a_repeated_request_waits_for_the_first_call(tmp_path: Path) -> None:
         assert [call.result().completed.revision for call in calls] == [1, 1]
 
 
-def test_lookups_of_one_tenant_leave_another_its_own(tmp_path: Path) -> None:
+def test_lookups_of_one_tenant_do_not_use_up_another_tenants_limit(tmp_path: Path) -> None:
     limits = {"a": {"turns_max": 1}, "b": {"turns_max": 1}}
     with TokensRig(tmp_path, limits, SLOW) as rig, ThreadPoolExecutor(32) as pool:
         rig.begin("b", "c", sampling=SHORT, request_id="r").cancel()
@@ -144,7 +144,7 @@ def _refused(rig: TokensRig, number: int) -> None:
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["looked_up", "begun_meanwhile"])
-def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_second_time(
+def test_a_turn_that_already_runs_here_is_not_started_a_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool
 ) -> None:
     """A history that was restarted between a call and its retry knows only that the turn runs."""
@@ -180,7 +180,7 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
 
         assert rig.call(found(live.request)) == [live, live]
         assert rig.num_live == 1
-        assert said(stream).completed.revision == 1
+        assert read_turn(stream).completed.revision == 1
 
 
 def test_waiting_requests_of_a_tenant_use_limited_memory(tmp_path: Path) -> None:

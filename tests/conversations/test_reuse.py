@@ -32,7 +32,7 @@ ROOM = {"device_cache": "2000t", "host_cache": "2000t", "token_budget": "256"}
     [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, PHI_3, GEMMA, DEEPSEEK_R1],
     ids=lambda family: family.name,
 )
-def test_nothing_said_is_computed_twice(family: Family, tmp_path: Path) -> None:
+def test_no_earlier_token_is_recomputed_with_any_template(family: Family, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", family)
     with started(model, tmp_path / "data", **ROOM) as runtime:
         runtime.conversations.create("c")
@@ -47,7 +47,7 @@ def test_nothing_said_is_computed_twice(family: Family, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_template_options_do_not_change_the_past(thinking: bool, tmp_path: Path) -> None:
+def test_template_options_do_not_change_earlier_tokens(thinking: bool, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", QWEN_3)
     with started(model, tmp_path / "data", **ROOM) as runtime:
         runtime.conversations.create("c", template_options={"enable_thinking": thinking})
@@ -60,7 +60,9 @@ def test_template_options_do_not_change_the_past(thinking: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3], ids=lambda family: family.name)
-def test_tools_and_their_answers_do_not_change_the_past(family: Family, tmp_path: Path) -> None:
+def test_tools_and_their_results_do_not_change_earlier_tokens(
+    family: Family, tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "model", family)
     with started(model, tmp_path / "data", **ROOM) as runtime:
         runtime.conversations.create("c", system_prompt="Be brief.", tools=[TOOL])
@@ -74,7 +76,7 @@ def test_tools_and_their_answers_do_not_change_the_past(family: Family, tmp_path
         assert runtime.store.log("c")[: len(log)] == log
 
 
-def test_a_request_that_comes_again_is_answered_from_the_store(tmp_path: Path) -> None:
+def test_a_repeated_request_is_answered_from_the_store(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", QWEN_2_5)
     with started(model, tmp_path / "data", **ROOM) as runtime:
         runtime.conversations.create("c")
@@ -87,7 +89,7 @@ def test_a_request_that_comes_again_is_answered_from_the_store(tmp_path: Path) -
         assert runtime.engine.scheduler.counters.tokens == computed
 
 
-def test_a_seeded_turn_says_the_same_in_a_crowd_and_alone(tmp_path: Path) -> None:
+def test_a_seeded_turn_has_the_same_reply_alone_and_beside_others(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", QWEN_2_5)
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True)
     said = []

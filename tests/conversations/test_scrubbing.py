@@ -57,7 +57,7 @@ def test_damage_in_an_idle_conversation_is_found_and_changes_are_refused(
         assert not rig.daemon.serving
 
 
-def test_a_sound_history_is_read_again_and_again_and_serves(tmp_path: Path) -> None:
+def test_an_undamaged_history_is_scrubbed_repeatedly_while_it_serves(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", config=SCRUBS) as rig:
         rig.ask("tea", "hello", sampling=SHORT)
         wait_for(lambda: more(rig)["scrub_passes"] >= 2)

@@ -1,4 +1,4 @@
-"""A tenant's turns share KV by content, whatever brings the same tokens. Other tenants share nothing."""
+"""Turns of one tenant share the KV of equal tokens. Different tenants share nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def first_turn(stub: Any, name: str, text: str, **fields: Any) -> Any:
     return [*events][-1].completed.usage
 
 
-def test_conversations_that_begin_alike_share_without_declaring_anything(rig: DaemonRig) -> None:
+def test_conversations_with_the_same_beginning_share_kv_without_a_declared_prefix(
+    rig: DaemonRig,
+) -> None:
     assert first_turn(rig.stub, "first", "Is it late?").shared_tokens == 0
     usage = first_turn(rig.stub, "second", "Where are you?")
     assert usage.shared_tokens >= NUM_RULES // 32 * 32
@@ -47,7 +49,7 @@ def test_conversations_that_begin_alike_share_without_declaring_anything(rig: Da
     assert rig.call(rig.daemon.check()) == []
 
 
-def test_a_fork_and_a_prompt_with_the_same_history_share_with_the_conversation(
+def test_a_fork_and_an_unstored_prompt_share_kv_of_the_same_history(
     rig: DaemonRig,
 ) -> None:
     first_turn(rig.stub, "first", "Is it late?")
@@ -61,7 +63,7 @@ def test_a_fork_and_a_prompt_with_the_same_history_share_with_the_conversation(
     assert usage.device_tokens == len(log) - 1
 
 
-def test_only_turns_with_the_same_cache_salt_share(rig: DaemonRig) -> None:
+def test_only_turns_with_the_same_cache_salt_share_kv(rig: DaemonRig) -> None:
     first_turn(rig.stub, "first", "Is it late?", cache_salt="one")
     assert first_turn(rig.stub, "second", "Is it late?").shared_tokens == 0
     assert first_turn(rig.stub, "third", "Is it late?", cache_salt="other").shared_tokens == 0
@@ -71,7 +73,7 @@ def test_only_turns_with_the_same_cache_salt_share(rig: DaemonRig) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_tenants_share_nothing(tmp_path: Path) -> None:
+def test_tenants_share_no_kv(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {}, "b": {}}) as rig:
 
         def shared(tenant: str, name: str) -> int:
@@ -87,7 +89,7 @@ def test_tenants_share_nothing(tmp_path: Path) -> None:
         assert rig.call(rig.daemon.check()) == []
 
 
-def test_a_stateless_chat_computes_only_what_is_new(rig: DaemonRig) -> None:
+def test_a_stateless_chat_computes_only_new_tokens(rig: DaemonRig) -> None:
     log = TOKENIZER.encode(RULES).ids
     for _ in range(6):
         live = run(rig, log, options(20))

@@ -63,7 +63,9 @@ def words(turn: LiveTurn) -> tuple[list[int], str]:
     return list(turn.reply.token_ids), turn.text
 
 
-def test_others_go_on_and_say_what_they_say_alone(gate: Gate, tmp_path: Path) -> None:
+def test_other_turns_continue_with_the_same_replies_while_a_constraint_compiles(
+    gate: Gate, tmp_path: Path
+) -> None:
     with started(MODEL_PATH, tmp_path / "alone") as runtime:
         finish(runtime, [alone := send(runtime, "free", sampling=FREE)])
         gate.is_open.set()
@@ -86,7 +88,9 @@ def test_others_go_on_and_say_what_they_say_alone(gate: Gate, tmp_path: Path) ->
     assert held.text in ("yes", "no")
 
 
-def test_running_replies_are_masked_while_others_compile(gate: Gate, tmp_path: Path) -> None:
+def test_running_constrained_turns_continue_while_other_constraints_compile(
+    gate: Gate, tmp_path: Path
+) -> None:
     """Masks are made by other threads than those that compile."""
     gate.is_open.set()
     with started(MODEL_PATH, tmp_path / "data") as runtime:
@@ -109,7 +113,7 @@ def test_running_replies_are_masked_while_others_compile(gate: Gate, tmp_path: P
         assert [each.text for each in slow] == [f"yes{n}" for n in range(6)]
 
 
-def test_a_held_turn_is_cancelled_and_its_conversation_goes_on(gate: Gate, tmp_path: Path) -> None:
+def test_a_turn_that_waits_for_its_constraint_can_be_cancelled(gate: Gate, tmp_path: Path) -> None:
     with started(MODEL_PATH, tmp_path / "data") as runtime:
         held = send(runtime, "held", sampling=HELD, constraint=SLOW)
         step(runtime)

@@ -41,7 +41,7 @@ def test_a_stalled_reader_is_cancelled_although_it_answers_pings(
         wait_for(lambda: rig.num_live == 1)
         wait_for(lambda: rig.num_live == 0)
         assert "took nothing for" in caplog.text
-        assert rig.messages("stalled") == [], "it was given up, and did not come to its end"
+        assert rig.messages("stalled") == [], "the turn was given up and did not complete"
         assert not peer.is_closed
         small = pb.Sampling(max_tokens=4, ignore_eos=True)
         assert rig.ask("stalled", "hello", sampling=small).completed.revision == 1
@@ -60,7 +60,7 @@ def test_a_stalled_watcher_is_dropped(tmp_path: Path) -> None:
         assert not peer.is_closed
 
 
-def test_a_watcher_that_is_slow_is_kept_and_nothing_is_collected_for_it(tmp_path: Path) -> None:
+def test_a_slow_watcher_is_kept_and_no_stats_are_collected_until_it_reads(tmp_path: Path) -> None:
     socket = tmp_path / "data" / "admin.sock"
     patient = DaemonConfig(stall_seconds=20.0)
     with (
@@ -82,13 +82,13 @@ def test_a_watcher_that_is_slow_is_kept_and_nothing_is_collected_for_it(tmp_path
             wait_for(lambda number=number: peer.num_received[stream] == 4_000 * number)
             before = len(asked)
             time.sleep(0.5)  # five intervals of the stream
-            assert len(asked) <= before + 1, "the next ones wait until this one was taken"
+            assert len(asked) <= before + 1, "further messages wait until the client reads this one"
         assert len(asked) > 3
         assert rig.server.admin.num_watchers == 1
         assert not peer.is_closed
 
 
-def test_watchers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_watchers_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "WATCHERS_MAX", 3)
     with DaemonRig(tmp_path / "data") as rig:
         request = apb.WatchStatsRequest(interval_seconds=0.1)

@@ -41,7 +41,7 @@ def test_a_turn_that_kills_the_engine_fails_after_three_deaths(seed: int, tmp_pa
         assert rig.daemon.engine.num_restarts in ((6,) if seed == POISON else (5, 6))
 
 
-def test_a_turn_with_which_the_engine_fails_each_time_fails_too(tmp_path: Path) -> None:
+def test_a_turn_fails_after_three_reported_engine_failures(tmp_path: Path) -> None:
     """The engine reports the failure, and ends its turns itself."""
     faults = tmp_path / "faults"
     faults.write_text("memory\n" * 20)
@@ -56,7 +56,7 @@ def test_a_turn_with_which_the_engine_fails_each_time_fails_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", [POISON, VENOM])
-def test_a_turn_beside_one_that_kills_the_engine_is_answered(seed: int, tmp_path: Path) -> None:
+def test_turns_beside_one_that_kills_the_engine_are_completed(seed: int, tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", program=FAULTY) as rig:
         replies = []
 
@@ -106,7 +106,7 @@ def test_a_turn_that_arrives_after_the_engine_failed_is_not_suspect(tmp_path: Pa
         rig.call(die())
 
 
-def test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_other() -> None:
+def test_two_suspected_turns_are_retried_one_after_the_other() -> None:
     suspects, one, other, new = Suspects(), turn(1), turn(2, 3), turn(3)
     for _ in range(2):
         assert not suspects.engine_died(one)
@@ -117,12 +117,12 @@ def test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_othe
     assert not suspects.must_wait(one, lambda: [one, new])
     further = turn(2, 4)  # the turn is now beyond the token at which the engine died
     assert not suspects.must_wait(one, lambda: [one, further])
-    assert not suspects.engine_died(further), "it is not what stopped it there"
+    assert not suspects.engine_died(further), "this turn did not stop the engine at that token"
     assert suspects.engine_died(one)
     assert not suspects.engine_died(one), "a turn that has failed begins without a record"
 
 
-def test_what_nobody_sends_again_is_forgotten() -> None:
+def test_the_number_of_records_of_suspects_is_limited() -> None:
     suspects = Suspects()
     for number in range(RECORDS_MAX + 10):
         suspects.engine_died(turn(number))

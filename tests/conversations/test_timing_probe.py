@@ -91,28 +91,28 @@ class Costs(NamedTuple):
 
 
 def guess(
-    client: Client, told: Mapping[str, str], untold: Mapping[str, str], probe: Probe
+    client: Client, used: Mapping[str, str], unused: Mapping[str, str], probe: Probe
 ) -> Costs:
     """Probe all guesses in random order. Return the costs of right and wrong guesses."""
     costs = Costs([], [])
-    guesses = [*told.items(), *untold.items()]
+    guesses = [*used.items(), *unused.items()]
     random.Random(len(guesses)).shuffle(guesses)
     for prefix_id, text in guesses:
         cost = probe(client, text, prefix_id)
-        (costs.right if prefix_id in told else costs.wrong).append(cost)
+        (costs.right if prefix_id in used else costs.wrong).append(cost)
     return costs
 
 
-def test_the_measure_tells_a_coin_from_certainty() -> None:
+def test_auc_is_one_half_for_equal_costs_and_one_for_separated_costs() -> None:
     assert auc([1, 2, 3], [4, 5, 6]) == auc([4, 5, 6], [1, 2, 3]) == 1.0
     assert auc([1, 1, 1], [1, 1]) == 0.5
     assert auc([1, 3], [2, 2]) == 0.5
 
 
-def test_a_correctly_guessed_text_takes_the_same_work_as_any_text(tmp_path: Path) -> None:
+def test_a_right_guess_of_another_tenants_text_costs_the_same_work(tmp_path: Path) -> None:
     with tenants(tmp_path, ECHO) as (rig, victim, guesser):
-        told, untold = texts("p", 24), texts("q", 24)
-        for prefix_id, text in told.items():
+        used, unused = texts("p", 24), texts("q", 24)
+        for prefix_id, text in used.items():
             say(victim, f"v-{prefix_id}", text, prefix_id)
 
         def work(client: Client, text: str, prefix_id: str) -> float:
@@ -120,13 +120,13 @@ def test_a_correctly_guessed_text_takes_the_same_work_as_any_text(tmp_path: Path
             say(client, prefix_id, text, prefix_id)
             return num_computed(rig) - before
 
-        assert guess(guesser, told, untold, work).auc <= AUC_MAX
-        assert guess(victim, told, untold, work).auc > 0.95, "its own prefixes are reused"
+        assert guess(guesser, used, unused, work).auc <= AUC_MAX
+        assert guess(victim, used, unused, work).auc > 0.95, "its own prefixes are reused"
 
 
 @pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
 @pytest.mark.timeout(3600)
-def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
+def test_a_right_guess_of_another_tenants_text_takes_the_same_time(tmp_path: Path) -> None:
     found, own = Costs([], []), Costs([], [])
 
     def seconds(client: Client, text: str, prefix_id: str) -> float:
@@ -134,11 +134,11 @@ def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
 
     with tenants(tmp_path, (*ECHO, "--seconds=0.005")) as (_, victim, guesser):
         for number in range(24):  # a daemon keeps the latest 256 prefixes of all tenants
-            told, untold = texts(f"p{number}-", 50), texts(f"q{number}-", 50)
-            for prefix_id, text in told.items():
+            used, unused = texts(f"p{number}-", 50), texts(f"q{number}-", 50)
+            for prefix_id, text in used.items():
                 say(victim, f"v-{prefix_id}", text, prefix_id)
             for costs, client in ((found, guesser), (own, victim)):
-                more = guess(client, told, untold, seconds)
+                more = guess(client, used, unused, seconds)
                 costs.right.extend(more.right)
                 costs.wrong.extend(more.wrong)
     print(f"AUC by seconds: {found.auc:.3f} between tenants, {own.auc:.3f} within one")
@@ -148,7 +148,9 @@ def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
 @pytest.mark.timeout(3600)
-def test_an_id_of_another_tenant_takes_the_time_of_one_that_never_was(tmp_path: Path) -> None:
+def test_a_lookup_of_another_tenants_id_takes_the_same_time_as_an_unknown_id(
+    tmp_path: Path,
+) -> None:
     count = 2000
     with tenants(tmp_path, ECHO) as (_, victim, guesser):
         for number in range(200):

@@ -31,7 +31,7 @@ def growing(num_tokens: int, seconds_per_pair: float) -> WantedKv:
     return WantedKv(num_tokens, TOKEN_BYTES, seconds)
 
 
-def test_of_an_unknown_link_little_is_assumed() -> None:
+def test_an_unknown_link_has_a_default_rate_and_is_tried_for_long_computations() -> None:
     times = TransferTimes()
     assert times.link("a", 0.0) is None
     assert times.bytes_per_second("a", 0.0) == BYTES_PER_SECOND == 50e6
@@ -41,7 +41,7 @@ def test_of_an_unknown_link_little_is_assumed() -> None:
     assert times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 0.0)  # over 0.2 s: try the link
 
 
-def test_what_transfers_took_is_learned_by_address() -> None:
+def test_transfer_rates_are_learned_for_each_address() -> None:
     times = TransferTimes()
     times.learn("a", 0.1, 10_000_000, 1.0, 0.0)
     assert not times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 1.0)  # no trial: known link
@@ -55,7 +55,7 @@ def test_what_transfers_took_is_learned_by_address() -> None:
     assert link.latency_seconds == pytest.approx(0.08)
 
 
-def test_what_is_long_ago_is_not_known() -> None:
+def test_an_old_measurement_of_a_link_is_forgotten() -> None:
     times = TransferTimes()
     times.learn("a", 0.1, 1_000_000, 1.0, 0.0)
     assert times.link("a", KNOWN_SECONDS - 1) is not None
@@ -64,13 +64,13 @@ def test_what_is_long_ago_is_not_known() -> None:
     assert times.bytes_per_second("a", KNOWN_SECONDS) == 9_000_000
 
 
-def test_a_transfer_without_a_byte_teaches_nothing() -> None:
+def test_a_transfer_of_zero_bytes_is_not_a_measurement() -> None:
     times = TransferTimes()
     times.learn("a", 0.1, 0, 1.0, 0.0)
     assert times.link("a", 0.0) is None
 
 
-def test_the_end_may_be_worth_it_where_all_of_it_is_not() -> None:
+def test_fetching_only_the_last_tokens_can_be_worth_it() -> None:
     """A link moves 100 tokens in 0.1 s. Computing the first 100 takes 0.005 s, the last 100 take 0.995 s."""
     times, of = TransferTimes(), growing(10_000, 1e-6)
     times.learn("a", 0.01, 1_000_000, 0.1, 0.0)
@@ -81,7 +81,7 @@ def test_the_end_may_be_worth_it_where_all_of_it_is_not() -> None:
     assert not times.is_worth("a", growing(900, 1e-6), PART_BYTES, 0.0)
 
 
-def test_a_latency_must_be_made_up_for() -> None:
+def test_a_high_latency_makes_fetching_not_worth_it() -> None:
     times = TransferTimes()
     times.learn("near", LATENCY_SECONDS, 1_000_000, 0.001, 0.0)
     times.learn("far", 0.5, 1_000_000, 0.001, 0.0)
@@ -89,7 +89,7 @@ def test_a_latency_must_be_made_up_for() -> None:
     assert not times.is_worth("far", wanted(1_000, 10_000.0), PART_BYTES, 0.0)
 
 
-def test_the_address_learned_first_is_forgotten_for_one_too_many() -> None:
+def test_the_oldest_address_is_forgotten_beyond_the_limit() -> None:
     times = TransferTimes()
     for number in range(LINKS_MAX + 1):
         times.learn(f"a{number}", 0.1, 1_000_000, 1.0, 0.0)

@@ -12,7 +12,7 @@ import pytest
 from pensieve.client import Client, Retry
 from pensieve.errors import QueueFull
 from pensieve.v1 import admin_pb2
-from tests.conversations.rig_daemon import ECHO, details, said, wait_for
+from tests.conversations.rig_daemon import ECHO, details, read_turn, wait_for
 from tests.conversations.test_admission import on_the_loop
 from tests.guard.test_tenants import ENDLESS, SHORT, TokensRig
 
@@ -49,7 +49,7 @@ def flooded(rig: TokensRig) -> list[Any]:
 def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
     calls = flooded(rig)
     with pytest.raises(grpc.RpcError) as error:
-        said(rig.begin("noisy", "n9", SHORT))
+        read_turn(rig.begin("noisy", "n9", SHORT))
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     found = details(error.value)
     assert found["ErrorInfo"].reason == "QUEUE_FULL"
@@ -60,21 +60,23 @@ def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
     quiet = rig.begin("quiet", "q", SHORT)
     for call in calls:
         call.cancel()
-    assert said(quiet).completed.revision == 1
+    assert read_turn(quiet).completed.revision == 1
     wait_for(lambda: rig.num_live == 0)
-    assert said(rig.begin("noisy", "n9", SHORT)).completed.revision == 1, "nobody is ahead of it"
+    assert read_turn(rig.begin("noisy", "n9", SHORT)).completed.revision == 1, (
+        "no turn is ahead of it"
+    )
 
 
-def test_who_asks_again_has_the_turn_that_waits_already(rig: TokensRig) -> None:
+def test_a_retry_attaches_to_its_waiting_turn_and_is_not_refused(rig: TokensRig) -> None:
     calls = flooded(rig)
     again = rig.begin("noisy", "n3", ENDLESS, request_id="r3")
     assert more(rig)["refused_for_ttft"] == 0
-    assert more(rig)["queue_wait_seconds"] == 0.0, "of a newcomer"
+    assert more(rig)["queue_wait_seconds"] == 0.0, "the wait of a new tenant"
     for call in (*calls, again):
         call.cancel()
 
 
-def test_the_sdk_hears_when_to_come_back(rig: TokensRig) -> None:
+def test_the_sdk_error_has_the_retry_time(rig: TokensRig) -> None:
     calls = flooded(rig)
     token = rig.secrets["noisy"]
     with (
@@ -87,24 +89,24 @@ def test_the_sdk_hears_when_to_come_back(rig: TokensRig) -> None:
         call.cancel()
 
 
-def test_prompts_that_were_computed_teach_the_pace(rig: TokensRig) -> None:
+def test_the_pace_is_measured_from_computed_prompts(rig: TokensRig) -> None:
     """The echo engine predicts costs that it does not have."""
     prompts = rig.daemon.admission.prompts
     assert prompts.cost is not None
     assert prompts.pace.ratio is None
     for number in range(4):
-        said(rig.begin("quiet", f"c{number}", SHORT))
+        read_turn(rig.begin("quiet", f"c{number}", SHORT))
     assert prompts.pace.ratio is not None
     assert more(rig)["queue_wait_seconds"] == 0.0
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_turn_that_has_ended_is_ahead_of_nobody(rig: TokensRig, leaves: bool) -> None:
+def test_an_ended_turn_does_not_count_as_ahead(rig: TokensRig, leaves: bool) -> None:
     call = rig.begin("quiet", "c", ENDLESS if leaves else SHORT)
     if leaves:
         next(iter(call))
         call.cancel()
     else:
-        said(call)
+        read_turn(call)
     wait_for(lambda: rig.num_live == 0)
     assert not on_the_loop(rig, rig.daemon.conversations.turns.without_token)

@@ -22,7 +22,7 @@ def test_subscribers_are_called_in_their_order_until_they_unsubscribe() -> None:
     assert seen == ["first a", "second a", "second b"]
 
 
-def test_a_subscriber_that_fails_keeps_no_event_from_the_others() -> None:
+def test_a_failing_subscriber_does_not_stop_the_others() -> None:
     seen: list[str] = []
     signal = Signal[[str]]()
 
@@ -37,7 +37,7 @@ def test_a_subscriber_that_fails_keeps_no_event_from_the_others() -> None:
     assert seen == ["a"]
 
 
-def test_one_who_leaves_while_called_takes_nobodys_turn() -> None:
+def test_a_subscriber_may_unsubscribe_while_it_is_called() -> None:
     seen: list[str] = []
     signal = Signal[[]]()
 

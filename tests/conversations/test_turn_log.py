@@ -23,7 +23,7 @@ def turns(log: str) -> list[dict[str, Any]]:
     return [each for each in entries if each["message"] == "turn ended"]
 
 
-def test_each_turn_is_a_line_with_ids_tokens_by_source_and_times(tmp_path: Path) -> None:
+def test_each_turn_is_logged_with_ids_tokens_by_source_and_times(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data", "--log-format", "json")
     with Client(process.start()) as client:
         talk = client.conversation("trip")
@@ -45,7 +45,7 @@ def test_each_turn_is_a_line_with_ids_tokens_by_source_and_times(tmp_path: Path)
     assert "secret" not in log
 
 
-def test_lines_of_text_have_one_value_behind_each_name(tmp_path: Path) -> None:
+def test_the_text_format_logs_one_value_for_each_name(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data", "--log-format", "text")
     with Client(process.start()) as client:
         client.conversation("trip").ask(SECRET, max_tokens=3, ignore_eos=True)
@@ -59,7 +59,7 @@ def test_lines_of_text_have_one_value_behind_each_name(tmp_path: Path) -> None:
     )
 
 
-def test_a_turn_that_fails_or_is_abandoned_says_why(
+def test_a_failed_or_abandoned_turn_is_logged_with_its_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pensieve")

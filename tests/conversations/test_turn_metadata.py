@@ -19,7 +19,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonRig]:
         yield rig
 
 
-def test_list_messages_returns_it_with_what_the_turn_sent(rig: DaemonRig) -> None:
+def test_list_messages_returns_metadata_with_the_messages_of_its_turn(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation("noted")
         talk.ask("one", metadata={"ticket": 7, "labels": ["a", "b"]}, max_tokens=3)
@@ -28,21 +28,21 @@ def test_list_messages_returns_it_with_what_the_turn_sent(rig: DaemonRig) -> Non
     assert found == [{"ticket": 7, "labels": ["a", "b"]}, {}, {}, {}]
 
 
-def test_the_model_sees_the_same_with_and_without_it(rig: DaemonRig) -> None:
+def test_metadata_does_not_change_the_tokens_of_the_model(rig: DaemonRig) -> None:
     rig.ask("with", "Good morning.", metadata=struct({"ticket": 1}))
     rig.ask("without", "Good morning.")
     ours, plain = rig.messages("with"), rig.messages("without")
     assert [list(each.token_ids) for each in ours] == [list(each.token_ids) for each in plain]
 
 
-def test_a_fork_has_it_too(rig: DaemonRig) -> None:
+def test_a_fork_has_the_metadata_too(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation("forked")
         talk.ask("one", metadata={"ticket": 7}, max_tokens=3)
         assert [message.metadata for message in talk.fork().messages()] == [{"ticket": 7}, {}]
 
 
-def test_the_same_request_id_with_other_metadata_is_another_request(rig: DaemonRig) -> None:
+def test_a_request_id_with_other_metadata_is_refused(rig: DaemonRig) -> None:
     rig.ask("again", "one", request_id="r", metadata=struct({"ticket": 1}))
     assert rig.ask("again", "one", request_id="r", metadata=struct({"ticket": 1})).started.replayed
     with pytest.raises(grpc.RpcError) as error:
@@ -50,7 +50,7 @@ def test_the_same_request_id_with_other_metadata_is_another_request(rig: DaemonR
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_what_is_too_large_is_refused_by_name(rig: DaemonRig) -> None:
+def test_too_large_metadata_is_refused_with_its_field_name(rig: DaemonRig) -> None:
     rig.ask("large", "one", metadata=struct({"text": "x" * (METADATA_BYTES_MAX - 100)}))
     with pytest.raises(grpc.RpcError) as error:
         rig.ask("large", "two", metadata=struct({"text": "x" * METADATA_BYTES_MAX}))

@@ -1,4 +1,4 @@
-"""Live turns as plain values: the messages of each step to the engine, and the possible steps."""
+"""Live turns without a daemon: their phases, and the messages that they send to the engine."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnd
     return TurnEnded(live.attempt_id, live.conversation_id, finish, Usage(recomputed_tokens=4))
 
 
-class Scene:
+class EndsRig:
     """Records what the ends of turns write to the store and send to the engine."""
 
     def __init__(self, turns: Turns) -> None:
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         self.replies: list[TurnReply] = []
         self.interrupted: list[int] = []
         self.in_store: Callable[[], None] = lambda: None
@@ -72,7 +72,7 @@ class Scene:
 
     def _tell(self, message: Any) -> None:
         if message is not None:
-            self.told.append(message)
+            self.sent.append(message)
 
     def finish(self, reply: TurnReply) -> CommittedReply:
         self.in_store()
@@ -86,7 +86,7 @@ class Scene:
         self.interrupted.append(turn_id)
 
 
-def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
+def test_a_submitted_turn_has_the_position_of_its_tokens(turns: Turns) -> None:
     live, submit = turns.begin(begun(1, tenant="acme"), NOW)
     assert (submit.attempt_id, submit.conversation_id) == (live.attempt_id, "acme/c1")
     assert (submit.first_position, submit.history_tokens) == (10, 10)
@@ -96,109 +96,111 @@ def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
     assert turns.num_of_tenant("acme") == 1
 
 
-def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turns) -> None:
+def test_a_cancelled_turn_keeps_earlier_tokens_and_ignores_later_ones(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
-    scene = Scene(turns)
+    rig = EndsRig(turns)
     turns.take(SampledToken(live.attempt_id, 8, "a"))
-    scene.ends.stop(live)
-    scene.ends.stop(live)
-    assert scene.told == [CancelTurn(live.attempt_id, 14)]  # 10 + 3 + 1 tokens
+    rig.ends.stop(live)
+    rig.ends.stop(live)
+    assert rig.sent == [CancelTurn(live.attempt_id, 14)]  # 10 + 3 + 1 tokens
     turns.take(SampledToken(live.attempt_id, 9, "b"))
-    scene.ends.engine_ended(ended(live))
-    (reply,) = scene.replies
+    rig.ends.engine_ended(ended(live))
+    (reply,) = rig.replies
     assert (reply.token_ids, reply.text) == ((8,), "a")
     assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
-    assert scene.finish_when_stored is None
+    assert rig.finish_when_stored is None
     found: Any = (live.finish, live.revision, live.tail)
     assert found == (FinishReason.CANCELLED, 3, "c")
     assert turns.num_live == turns.num_of_tenant("") == 0
 
 
-def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Turns) -> None:
+def test_a_second_cancellation_may_keep_fewer_tokens(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
-    scene = Scene(turns)
+    rig = EndsRig(turns)
     for number, text in enumerate("abcd"):
         turns.take(SampledToken(live.attempt_id, number, text))
-    scene.ends.stop(live, 9)
-    scene.ends.stop(live, 2)
+    rig.ends.stop(live, 9)
+    rig.ends.stop(live, 2)
     assert (live.num_tokens, live.text) == (2, "ab")
-    scene.ends.stop(live, 3)
-    assert scene.told == [CancelTurn(live.attempt_id, 17)]  # all four tokens of the reply
-    scene.ends.engine_ended(ended(live, FinishReason.STOP))
-    (reply,) = scene.replies
+    rig.ends.stop(live, 3)
+    assert rig.sent == [CancelTurn(live.attempt_id, 17)]  # all four tokens of the reply
+    rig.ends.engine_ended(ended(live, FinishReason.STOP))
+    (reply,) = rig.replies
     assert (reply.token_ids, reply.text) == ((0, 1), "ab")
     assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
 
 
-def test_to_keep_nothing_is_to_give_up(turns: Turns) -> None:
+def test_a_cancellation_that_keeps_nothing_gives_up_the_turn(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
-    scene = Scene(turns)
+    rig = EndsRig(turns)
     turns.take(SampledToken(live.attempt_id, 8, "a"))
-    scene.ends.stop(live, 0)
-    assert (scene.interrupted, scene.replies) == ([live.turn_id], [])
-    assert scene.told == [CancelTurn(live.attempt_id, 10)]
+    rig.ends.stop(live, 0)
+    assert (rig.interrupted, rig.replies) == ([live.turn_id], [])
+    assert rig.sent == [CancelTurn(live.attempt_id, 10)]
     assert live.finish is FinishReason.CANCELLED
     assert isinstance(live.failure, TurnInterrupted)
 
 
-def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
+def test_the_first_end_of_a_turn_wins(turns: Turns) -> None:
     committing, _ = turns.begin(begun(1), NOW)
     giving_up, _ = turns.begin(begun(2), NOW)
-    scene = Scene(turns)
+    rig = EndsRig(turns)
 
-    def meanwhile() -> None:
-        scene.ends.give_up(committing)
-        scene.ends.stop(committing)
+    def while_committing() -> None:
+        rig.ends.give_up(committing)
+        rig.ends.stop(committing)
         assert committing.phase is TurnPhase.COMMITTING
-        assert scene.told == []
+        assert rig.sent == []
 
-    scene.in_store = meanwhile
-    scene.ends.engine_ended(ended(committing))
+    rig.in_store = while_committing
+    rig.ends.engine_ended(ended(committing))
     assert committing.finish is FinishReason.LENGTH
 
-    def after_that() -> None:
-        scene.ends.engine_ended(ended(giving_up))
-        scene.ends.stop(giving_up)
+    def while_giving_up() -> None:
+        rig.ends.engine_ended(ended(giving_up))
+        rig.ends.stop(giving_up)
         assert turns.take(SampledToken(giving_up.attempt_id, 8, "a")) is giving_up
         assert giving_up.phase is TurnPhase.GIVING_UP
 
-    scene.in_store = after_that
-    scene.ends.give_up(giving_up)
-    assert scene.told == [CancelTurn(giving_up.attempt_id, 10)]
-    assert (giving_up.num_tokens, len(scene.replies)) == (0, 1)
+    rig.in_store = while_giving_up
+    rig.ends.give_up(giving_up)
+    assert rig.sent == [CancelTurn(giving_up.attempt_id, 10)]
+    assert (giving_up.num_tokens, len(rig.replies)) == (0, 1)
     assert giving_up.phase is TurnPhase.ENDED
     with pytest.raises(AssertionError):
         giving_up.move_to(TurnPhase.RUNNING)
 
 
-def test_what_the_store_has_interrupted_is_not_written_again(turns: Turns) -> None:
+def test_a_turn_interrupted_by_the_store_is_not_written_again(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
-    scene = Scene(turns)
-    scene.ends.give_up(live, is_interrupted=True)
-    assert (live.finish, scene.interrupted) == (FinishReason.CANCELLED, [])
+    rig = EndsRig(turns)
+    rig.ends.give_up(live, is_interrupted=True)
+    assert (live.finish, rig.interrupted) == (FinishReason.CANCELLED, [])
 
 
-def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
+def test_engine_events_of_an_ended_attempt_are_ignored(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
-    scene = Scene(turns)
-    scene.ends.give_up(live)
+    rig = EndsRig(turns)
+    rig.ends.give_up(live)
     again, submit = turns.begin(begun(1), NOW)
     assert submit.attempt_id != live.attempt_id
     assert turns.take(SampledToken(live.attempt_id, 8, "a")) is None
-    scene.ends.engine_ended(ended(live))
-    assert scene.replies == []
+    rig.ends.engine_ended(ended(live))
+    assert rig.replies == []
     assert again.num_tokens == 0
 
 
 @pytest.mark.parametrize(("changed_at", "reason"), [(200.0, "dropped"), (50.0, "engine_restarted")])
-def test_recomputing_is_explained(turns: Turns, changed_at: float, reason: str) -> None:
+def test_the_reply_has_the_reason_for_recomputing(
+    turns: Turns, changed_at: float, reason: str
+) -> None:
     live, _ = turns.begin(begun(1, changed_at=changed_at), NOW)
-    scene = Scene(turns)
-    scene.ends.engine_ended(ended(live))
-    assert scene.replies[0].figures["recompute_reason"] == reason
+    rig = EndsRig(turns)
+    rig.ends.engine_ended(ended(live))
+    assert rig.replies[0].figures["recompute_reason"] == reason
 
 
-def test_the_engines_reasons_are_errors_of_ours() -> None:
+def test_failure_reasons_of_the_engine_become_pensieve_errors() -> None:
     assert isinstance(failure_of("QUEUE_FULL"), QueueFull)
     assert "not numbers" in str(failure_of("NAN_LOGITS"))
     assert "(NO_TOKENS)" in str(failure_of("NO_TOKENS"))

@@ -106,7 +106,9 @@ def on_disk(data: Path) -> bytes:
     return b"".join(each.read_bytes() for each in sorted(data.rglob("*")) if each.is_file())
 
 
-def test_the_reply_is_that_of_a_conversation_with_the_same_tokens(rig: DaemonRig) -> None:
+def test_an_unstored_reply_equals_the_reply_of_a_conversation_with_the_same_tokens(
+    rig: DaemonRig,
+) -> None:
     said = rig.ask("c", SECRET, sampling=pb.Sampling(max_tokens=12, ignore_eos=True))
     prompt = list(rig.messages("c")[0].token_ids)
     live = run(rig, prompt, options())
@@ -117,13 +119,13 @@ def test_the_reply_is_that_of_a_conversation_with_the_same_tokens(rig: DaemonRig
     assert rig.num_live == 0
 
 
-def test_nothing_of_it_is_on_the_disk_or_in_the_log(
+def test_an_unstored_turn_leaves_no_text_on_the_disk_or_in_the_log(
     rig: DaemonRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         live = run(rig, PROMPT, options())
     written = on_disk(tmp_path / "data")
-    assert written, "there is a history to look into"
+    assert written, "the data folder has files to search"
     for mark in (SECRET.encode(), live.text.encode(), array("I", PROMPT).tobytes()):
         assert mark not in written
     ended = [each for each in caplog.records if each.name == "pensieve.turns"]
@@ -132,13 +134,13 @@ def test_nothing_of_it_is_on_the_disk_or_in_the_log(
     assert not list(rig.stub.ListConversations(pb.ListConversationsRequest()).conversations)
 
 
-def test_the_engine_forgets_one_without_a_whole_chunk_when_it_has_ended(rig: DaemonRig) -> None:
+def test_the_engine_keeps_no_kv_of_an_unstored_turn_shorter_than_a_chunk(rig: DaemonRig) -> None:
     run(rig, PROMPT[:10], options())
     assert cached(rig) == []
     assert rig.call(rig.daemon.check()) == []
 
 
-def test_the_next_prompt_goes_on_from_the_whole_chunks_of_the_one_before(rig: DaemonRig) -> None:
+def test_the_next_prompt_reuses_the_whole_chunks_of_the_previous_turn(rig: DaemonRig) -> None:
     first = run(rig, PROMPT * 8, options(40))
     log = [*PROMPT * 8, *first.reply.token_ids]
     again = [*log, *PROMPT]
@@ -155,7 +157,7 @@ def test_the_next_prompt_goes_on_from_the_whole_chunks_of_the_one_before(rig: Da
     assert rig.call(rig.daemon.check()) == []
 
 
-def test_all_that_go_on_from_the_same_one_share_it(rig: DaemonRig) -> None:
+def test_several_prompts_that_continue_the_same_turn_share_its_kv(rig: DaemonRig) -> None:
     first = run(rig, PROMPT * 8, options(40))
     log = [*PROMPT * 8, *first.reply.token_ids]
     assert len(log) == 128
@@ -167,7 +169,7 @@ def test_all_that_go_on_from_the_same_one_share_it(rig: DaemonRig) -> None:
     assert rig.call(rig.daemon.check()) == []
 
 
-def test_one_begins_with_what_a_running_one_has_computed(slow: DaemonRig) -> None:
+def test_a_prompt_shares_the_kv_of_a_running_unstored_turn(slow: DaemonRig) -> None:
     running = begin(slow, PROMPT * 20, options(90_000))
     wait_for(lambda: running.num_tokens)
     prompt = [*PROMPT * 20, 7]
@@ -186,7 +188,7 @@ def test_one_begins_with_what_a_running_one_has_computed(slow: DaemonRig) -> Non
     assert slow.call(slow.daemon.check()) == []
 
 
-def test_of_the_same_prompt_again_the_last_token_is_computed(rig: DaemonRig) -> None:
+def test_a_repeated_prompt_computes_only_its_last_token(rig: DaemonRig) -> None:
     prompt = (PROMPT * 20)[:128]
     assert run(rig, prompt, options(5)).cached_tokens == 0
     assert run(rig, prompt, options(5)).cached_tokens == 127  # at least one token must be computed
@@ -195,13 +197,13 @@ def test_of_the_same_prompt_again_the_last_token_is_computed(rig: DaemonRig) -> 
     assert live.reply.token_ids == expected([*prompt, 5], 5)
 
 
-def test_tenants_never_meet(rig: DaemonRig) -> None:
+def test_tenants_share_no_kv_of_unstored_turns(rig: DaemonRig) -> None:
     for tenant in ("a", "b", ""):
         assert run(rig, PROMPT * 20, options(5), tenant=tenant).cached_tokens == 0
     assert run(rig, PROMPT * 20, options(5), tenant="b").cached_tokens > 0
 
 
-def test_what_was_given_up_leaves_the_chunks_that_it_has_found(slow: DaemonRig) -> None:
+def test_a_turn_that_was_given_up_leaves_the_cached_chunks_usable(slow: DaemonRig) -> None:
     first = run(slow, PROMPT * 8, options(40))
     log = [*PROMPT * 8, *first.reply.token_ids]
     second = begin(slow, [*log, *PROMPT], options(90_000))
@@ -219,7 +221,7 @@ def test_what_was_given_up_leaves_the_chunks_that_it_has_found(slow: DaemonRig) 
     assert third.figures["recomputed_tokens"] == 0
 
 
-def test_another_engine_has_nothing_to_begin_with(slow: DaemonRig) -> None:
+def test_a_restarted_engine_has_no_cached_tokens(slow: DaemonRig) -> None:
     run(slow, PROMPT * 20, options(5))
     os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
     wait_for(lambda: not slow.daemon.serving)
@@ -228,7 +230,7 @@ def test_another_engine_has_nothing_to_begin_with(slow: DaemonRig) -> None:
     assert (live.cached_tokens, live.reply.token_ids) == (0, expected(PROMPT * 20, 5))
 
 
-def test_what_was_evicted_is_computed_again_and_not_said_to_be_cached(rig: DaemonRig) -> None:
+def test_evicted_tokens_of_an_unstored_turn_count_as_new_tokens(rig: DaemonRig) -> None:
     first = run(rig, PROMPT * 8, options(40))
     log = [*PROMPT * 8, *first.reply.token_ids]
 
@@ -238,10 +240,12 @@ def test_what_was_evicted_is_computed_again_and_not_said_to_be_cached(rig: Daemo
     rig.call(evict())
     live = run(rig, [*log, 9], options(5))
     assert (live.cached_tokens, live.reply.token_ids) == (0, expected([*log, 9], 5))
-    assert live.figures["recomputed_tokens"] == 0, "nobody knows that it was computed before"
+    assert live.figures["recomputed_tokens"] == 0, (
+        "the daemon does not know that they were computed before"
+    )
 
 
-def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) -> None:
+def test_many_growing_chats_have_the_same_replies_as_each_alone(slow: DaemonRig) -> None:
     """Many chats run at once. Some fork, are cancelled, or are dropped. Every token is checked."""
     rng = random.Random(7)
     chats = [[*PROMPT * rng.randint(1, 4)] for _ in range(6)]
@@ -280,7 +284,7 @@ def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) ->
     assert slow.call(slow.daemon.check()) == []
 
 
-def test_a_cancel_keeps_what_was_taken_and_its_readers_hear_the_end(slow: DaemonRig) -> None:
+def test_a_cancellation_keeps_the_requested_tokens_and_ends_the_readers(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(90_000))
     wait_for(lambda: live.num_tokens >= 5)
 
@@ -294,7 +298,7 @@ def test_a_cancel_keeps_what_was_taken_and_its_readers_hear_the_end(slow: Daemon
     assert cached(slow) == []
 
 
-def test_one_that_nobody_reads_is_given_up(slow: DaemonRig) -> None:
+def test_an_unstored_turn_without_readers_is_given_up(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(90_000))
     wait_for(lambda: live.finish is not None)
     assert live.finish is FinishReason.CANCELLED
@@ -302,7 +306,7 @@ def test_one_that_nobody_reads_is_given_up(slow: DaemonRig) -> None:
     assert (slow.num_live, cached(slow)) == (0, [])
 
 
-def test_a_reader_that_leaves_and_a_reader_that_stays(slow: DaemonRig) -> None:
+def test_a_turn_continues_if_one_of_its_readers_leaves(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(60))
 
     async def leave() -> None:
@@ -315,7 +319,7 @@ def test_a_reader_that_leaves_and_a_reader_that_stays(slow: DaemonRig) -> None:
     assert live.reply.token_ids == expected(PROMPT, 60)
 
 
-def test_the_end_of_the_engine_is_told_as_unavailable(slow: DaemonRig) -> None:
+def test_readers_get_unavailable_if_the_engine_dies(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(90_000))
     wait_for(lambda: live.num_tokens)
     os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
@@ -325,7 +329,7 @@ def test_the_end_of_the_engine_is_told_as_unavailable(slow: DaemonRig) -> None:
     assert run(slow, PROMPT, options(5)).reply.token_ids == expected(PROMPT, 5)
 
 
-def test_a_prompt_that_kills_the_engine_is_refused_at_the_third_time(tmp_path: Path) -> None:
+def test_a_prompt_that_killed_the_engine_three_times_fails(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", program=FAULTY) as rig:
         failures: list[PensieveError] = []
         while not any(isinstance(each, TurnFailed) for each in failures):
@@ -341,7 +345,7 @@ def test_a_prompt_that_kills_the_engine_is_refused_at_the_third_time(tmp_path: P
         assert run(rig, PROMPT[1:], options(3)).finish is FinishReason.LENGTH
 
 
-def test_a_drain_waits_for_it_and_takes_no_other(slow: DaemonRig) -> None:
+def test_a_drain_waits_for_unstored_turns_and_refuses_new_ones(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(20))
     draining = asyncio.run_coroutine_threadsafe(slow.daemon.drain(60.0), slow._loop)
     follow(slow, live)
@@ -351,14 +355,14 @@ def test_a_drain_waits_for_it_and_takes_no_other(slow: DaemonRig) -> None:
         begin(slow, PROMPT, options())
 
 
-def test_a_drain_that_has_no_time_interrupts_it(slow: DaemonRig) -> None:
+def test_a_drain_without_time_interrupts_unstored_turns(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(90_000))
     slow.call(slow.daemon.drain(0.0))
     assert isinstance(live.failure, Unavailable)
     assert slow.num_live == 0
 
 
-def test_it_counts_for_its_tenant_and_for_the_daemon(slow: DaemonRig) -> None:
+def test_unstored_turns_count_towards_the_tenants_limit(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(90_000), tenant="few")
     with pytest.raises(QueueFull):
         begin(slow, PROMPT, options(), tenant="few")
@@ -372,7 +376,7 @@ def test_it_counts_for_its_tenant_and_for_the_daemon(slow: DaemonRig) -> None:
     assert run(slow, PROMPT, options(2), tenant="few").finish is FinishReason.LENGTH
 
 
-def test_its_tenant_pays_for_what_was_computed(tmp_path: Path) -> None:
+def test_the_tenant_is_charged_for_unstored_turns(tmp_path: Path) -> None:
     config = DaemonConfig(limits={"poor": Limits(tokens_per_second=0.01)})
     with DaemonRig(tmp_path / "data", config=config) as rig:
         run(rig, PROMPT * 20, options(3), tenant="poor")
@@ -391,7 +395,7 @@ def test_its_tenant_pays_for_what_was_computed(tmp_path: Path) -> None:
         ([3], {"stop_token_ids": (TOKENIZER.vocab_size,)}, "sampling.stop_token_ids"),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(
+def test_an_invalid_unstored_turn_is_refused_with_its_field_name(
     rig: DaemonRig, prompt: list[int], sampling: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as error:
@@ -407,7 +411,7 @@ def test_a_prompt_without_room_for_a_reply_is_refused(rig: DaemonRig) -> None:
     assert run(rig, [3] * (most - 1), options()).num_tokens == 1
 
 
-def test_the_engine_never_asks_for_its_log_and_one_it_asks_for_fails_by_itself(
+def test_a_request_for_the_log_of_an_unstored_turn_ends_only_that_turn(
     slow: DaemonRig,
 ) -> None:
     """If the engine asked for the log (a bug), this turn would end. The engine and other turns continue."""
@@ -423,7 +427,7 @@ def test_the_engine_never_asks_for_its_log_and_one_it_asks_for_fails_by_itself(
     assert follow(slow, other).reply.token_ids == expected(PROMPT, 60)
 
 
-def test_no_name_that_a_client_can_say_is_its_own(slow: DaemonRig) -> None:
+def test_no_conversation_id_of_a_client_reaches_an_unstored_turn(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(60))
     key = unstored_key("", live.attempt_id)
     for name in (key, key.replace("/", "~"), str(live.turn_id)):
@@ -432,7 +436,7 @@ def test_no_name_that_a_client_can_say_is_its_own(slow: DaemonRig) -> None:
     assert follow(slow, live).finish is FinishReason.LENGTH
 
 
-def test_what_the_engine_does_not_take_has_never_been(
+def test_a_turn_that_the_engine_does_not_accept_leaves_nothing_behind(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[Any] = []

@@ -28,7 +28,7 @@ from pensieve.guard.limits import Allowance, Allowances, Limits
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.raw_http2 import RST_STREAM, RawPeer, frame
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, details, read_turn, wait_for
 
 ENDLESS = pb.Sampling(max_tokens=50_000, ignore_eos=True)
 SHORT = pb.Sampling(max_tokens=3, ignore_eos=True)
@@ -346,8 +346,8 @@ def test_a_client_can_reconnect_to_its_turn_while_its_broken_call_is_still_count
         second = rig.begin("a", "c", **fields)
         with refused("calls_max"):
             rig.begin("a", "c", **fields)
-        assert said(second).completed.revision == 1
-        assert said(first).completed.revision == 1
+        assert read_turn(second).completed.revision == 1
+        assert read_turn(first).completed.revision == 1
 
 
 # -- warms --
@@ -502,7 +502,7 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
         rig.daemon.begin = noted  # type: ignore[method-assign, assignment]
         for priority in (8, 0, -3):
             for tenant in ("a", "b"):
-                said(rig.begin(tenant, f"c{priority}", SHORT, priority=priority))
+                read_turn(rig.begin(tenant, f"c{priority}", SHORT, priority=priority))
         assert seen == [("a", -1), ("b", 8), ("a", -1), ("b", 0), ("a", -3), ("b", -3)]
 
 
@@ -529,7 +529,7 @@ def order_of_admission(
         assert admitted == ["first"]
         first.cancel()
         for call in calls:
-            assert said(call).completed.revision == 1
+            assert read_turn(call).completed.revision == 1
         return admitted[1:]
 
 
@@ -600,11 +600,11 @@ def test_changed_limits_apply_at_once_also_to_running_turns(
         one, two = rig.begin("b", "c1"), rig.begin("b", "c2")
         with refused("turns_max"):
             rig.begin("b", "c3")
-        assert [said(call).completed.revision for call in running] == [1, 1]
+        assert [read_turn(call).completed.revision for call in running] == [1, 1]
         with rig.client("a") as client, pytest.raises(StorageFull):
             client.conversation("more").create()
         rig.change({"a": {}, "b": {"turns_max": 2}})
-        said(rig.begin("a", "c3", SHORT))
+        read_turn(rig.begin("a", "c3", SHORT))
         one.cancel()
         two.cancel()
 
@@ -636,7 +636,7 @@ def test_the_operator_sees_the_usage_and_limits_of_each_tenant(
     limits = {"a": {"turns_max": 5, "tokens_per_second": 9.5, "weight": 2}, "b": {}}
     with TokensRig(tmp_path, limits, slow) as rig:
         call = rig.begin("a", "c")
-        said(rig.begin("b", "c", SHORT))
+        read_turn(rig.begin("b", "c", SHORT))
         assert main(["admin", "tenants", "--data", str(rig.data), "--json"]) == 0
         found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["tenants"]}
         call.cancel()

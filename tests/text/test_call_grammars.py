@@ -12,7 +12,7 @@ import pytest
 from pensieve.text import ChatTemplate, PartMarker, ReplyPieces, style_named
 from pensieve.text.grammars import GrammarError, Grammars, Matcher
 from pensieve.text.tool_calls.styles import CallForm
-from tests.conversations.schemas import a_whole_schema, is_valid
+from tests.conversations.schemas import is_valid, random_root_schema
 from tests.text.families import LLAMA_3, MISTRAL, QWEN_3, template_of
 from tests.text.world import template_with
 
@@ -204,7 +204,7 @@ def test_randomly_sampled_replies_are_read_as_calls_that_match_the_schemas(
     chance, num_calls = random.Random(f"{name} {single}"), 0
     texts, style = template(name), style_for(name)
     for _ in range(6):
-        schemas = {each: a_whole_schema(chance) for each in ("first", "second")}
+        schemas = {each: random_root_schema(chance) for each in ("first", "second")}
         tools = [a_tool(each, schema) for each, schema in schemas.items()]
         held = matcher(name, must=True, single=single, tools=tools)
         ids: list[int] = []

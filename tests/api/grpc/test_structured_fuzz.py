@@ -19,7 +19,7 @@ from google.protobuf import descriptor
 from pensieve.client import Client
 from pensieve.client.admin import Admin
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
-from tests.conversations.extremes import at_random, one_by_one
+from tests.conversations.extremes import with_one_extreme_value, with_random_extreme_values
 from tests.conversations.rig_daemon import ServeProcess
 from tests.scale import SCALE, SEED
 
@@ -58,7 +58,7 @@ def requests(count: int, seed: int) -> Iterator[tuple[Method, bytes]]:
     """Yield requests: first each field at each extreme alone, then random combinations."""
     every = methods()
     for method in every:
-        for request in one_by_one(method.request):
+        for request in with_one_extreme_value(method.request):
             if method.request is conversation_pb2.SendMessageRequest and not request.messages:
                 request.conversation_id = request.conversation_id or "c1"
                 request.messages.add(content="hello")
@@ -67,7 +67,7 @@ def requests(count: int, seed: int) -> Iterator[tuple[Method, bytes]]:
     choose = random.Random(seed)
     for _ in range(count):
         method = choose.choice(every)
-        request = at_random(method.request, choose)
+        request = with_random_extreme_values(method.request, choose)
         if hasattr(request, "conversation_id") and choose.random() < 0.7:
             request.conversation_id = choose.choice(("c1", "c2", "c3"))
         yield method, request.SerializeToString()

@@ -26,7 +26,7 @@ from pensieve.guard.exposure import Listening
 from pensieve.v1 import admin_pb2, conversation_pb2, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.proxy import Proxy
-from tests.conversations.rig_daemon import ECHO, DaemonRig, ServeProcess, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, ServeProcess, read_turn, wait_for
 from tests.store.faulty import FaultyDriver, writer_of
 
 SLOW = (*ECHO, "--seconds=0.01")
@@ -113,7 +113,7 @@ def test_a_flood_of_connections_and_headers_does_not_affect_running_turns(tmp_pa
                 codes.add(error.code().name)
         assert "RESOURCE_EXHAUSTED" in codes
         assert not codes & {"INTERNAL", "UNKNOWN"}
-        assert len(said(admitted).token_ids) == 100
+        assert len(read_turn(admitted).token_ids) == 100
         assert rig.ask("later", "hello", sampling=SHORT).completed.revision == 1
         for sock in flood:
             sock.close()
@@ -280,7 +280,7 @@ def test_wall_clock_jumps_do_not_affect_turns(
             events = rig.send("c", text, sampling=long, seconds=None)
             next(events)
             offset[0] = jump
-            reply = said(events)
+            reply = read_turn(events)
             assert len(reply.token_ids) == 60
             assert reply.completed.usage.recomputed_tokens == 0
             assert 0 <= reply.completed.usage.total_seconds < 1800, "the clock jump was counted"

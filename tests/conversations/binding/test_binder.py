@@ -84,18 +84,18 @@ class Bindings:
         except PensieveError:
             assert bound.live.failure is not None
 
-    def all_of(self, chat: TurnRequest, num_choices: int = 1) -> list[BoundTurn]:
+    def run_all(self, chat: TurnRequest, num_choices: int = 1) -> list[BoundTurn]:
         found = self.begin(chat, num_choices)
         for each in found:
             wait_for(lambda live=each.live: live.finish is not None)
         return found
 
-    def one(self, chat: TurnRequest) -> BoundTurn:
-        (found,) = self.all_of(chat)
+    def run_one(self, chat: TurnRequest) -> BoundTurn:
+        (found,) = self.run_all(chat)
         assert found.live.failure is None
         return found
 
-    def leave(self, bound: BoundTurn) -> None:
+    def disconnect(self, bound: BoundTurn) -> None:
         async def drop() -> None:
             self.rig.daemon.conversations.ends.give_up(bound.live)
             await self.rig.daemon.conversations.followers.until_ended(bound.live)
@@ -129,7 +129,7 @@ class Talk:
     def say(self, text: str, **options: Any) -> BoundTurn:
         self.messages.append(Message("user", text))
         chat = replace(self.chat, messages=tuple(self.messages), **options)
-        bound = self.bindings.one(chat)
+        bound = self.bindings.run_one(chat)
         self.messages.append(Message("assistant", f" {bound.live.text}\n"))
         return bound
 
@@ -153,7 +153,7 @@ def slow(tmp_path: Path) -> Iterator[Bindings]:
         yield bindings
 
 
-def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
+def test_twenty_stateless_turns_use_one_conversation_and_recompute_nothing(
     bindings: Bindings,
 ) -> None:
     talk = Talk(bindings)
@@ -173,7 +173,7 @@ def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
     assert bindings.texts(bound.conversation_id)[:2] == ["Be brief.", "Question 0"]
 
 
-def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bindings) -> None:
+def test_stateless_turns_have_the_same_log_as_turns_by_conversation_id(bindings: Bindings) -> None:
     """Compare every token. The echo engine's replies depend on all tokens before them."""
     bindings.rig.stub.CreateConversation(
         pb.CreateConversationRequest(conversation_id="named", system_prompt="Be brief.")
@@ -187,7 +187,9 @@ def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bind
     assert bindings.token_ids(bound.conversation_id) == bindings.token_ids("named")
 
 
-def test_an_edited_message_is_a_fork_that_shares_what_is_before_it(bindings: Bindings) -> None:
+def test_an_edited_message_makes_a_fork_that_shares_the_messages_before_it(
+    bindings: Bindings,
+) -> None:
     talk = Talk(bindings)
     first = talk.say("One")
     talk.say("Two")
@@ -207,7 +209,7 @@ def test_an_edited_message_is_a_fork_that_shares_what_is_before_it(bindings: Bin
     assert len(bindings.ids) == 2
 
 
-def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
+def test_a_regenerated_reply_makes_a_fork(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     talk.say("Two")
@@ -221,7 +223,7 @@ def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
     assert (first_again.how, first_again.num_known_messages) == (BindingKind.NEW, 0)
 
 
-def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
+def test_an_edited_reply_makes_a_fork_at_the_last_known_message(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     talk.say("Two")
@@ -232,7 +234,7 @@ def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
     assert talk.say("Four").how is BindingKind.APPENDED
 
 
-def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Bindings) -> None:
+def test_two_clients_with_the_same_history_get_separate_conversations(slow: Bindings) -> None:
     talk = Talk(slow)
     talk.say("One")
     chat = replace(talk.chat, messages=(*talk.messages, Message("user", "Two")))
@@ -243,7 +245,9 @@ def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Binding
     assert one.conversation_id != other.conversation_id
 
 
-def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> None:
+def test_client_sessions_with_the_same_history_get_separate_conversations(
+    bindings: Bindings,
+) -> None:
     tabs = [
         Talk(
             bindings, stateless((), chain=ChainEnd(client_session=session_digest(f"tab {number}")))
@@ -260,7 +264,7 @@ def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> No
     assert (moved.how, moved.num_known_messages) == (BindingKind.FORKED, 6)
 
 
-def test_other_tools_or_options_begin_anew_and_tenants_never_meet(bindings: Bindings) -> None:
+def test_a_history_of_another_tenant_is_not_found(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     other = Talk(bindings, replace(talk.chat, tenant="another"), list(talk.messages))
@@ -268,12 +272,12 @@ def test_other_tools_or_options_begin_anew_and_tenants_never_meet(bindings: Bind
     assert talk.say("Two").how is BindingKind.APPENDED
 
 
-def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: Bindings) -> None:
+def test_choices_are_forks_and_each_can_be_continued(slow: Bindings) -> None:
     talk = Talk(slow)
     talk.say("One")
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (*talk.messages, Message("user", "Two"))
-    bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 3)
+    bounds = slow.run_all(stateless(messages, TurnOptions(sampling)), 3)
     assert [each.how for each in bounds] == [
         BindingKind.APPENDED,
         BindingKind.FORKED,
@@ -285,30 +289,30 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     assert seeds[0] == 7
     assert len({*seeds}) == 3
     last = Message("assistant", bounds[2].live.text)
-    go_on = slow.one(stateless((*messages, last, Message("user", "Three"))))
+    go_on = slow.run_one(stateless((*messages, last, Message("user", "Three"))))
     assert go_on.how is BindingKind.APPENDED
     assert go_on.conversation_id in {each.conversation_id for each in bounds}
-    fresh = slow.all_of(stateless((Message("user", "New"),)), 2)
+    fresh = slow.run_all(stateless((Message("user", "New"),)), 2)
     assert [each.how for each in fresh] == [BindingKind.NEW, BindingKind.NEW]
 
 
-def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> None:
+def test_choices_of_a_new_history_share_the_prompt(slow: Bindings) -> None:
     """The first choice computes the prompt. The others start after the prompt, as forks."""
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (Message("system", "Be brief."), Message("user", "word " * 300))
-    bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 4)
+    bounds = slow.run_all(stateless(messages, TurnOptions(sampling)), 4)
     usages = [each.live.figures for each in bounds]
     prompt = usages[0]["prompt_tokens"]
     assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
     for each in usages[1:]:
         assert each["prompt_tokens"] == prompt == each["device_tokens"] + each["new_tokens"]
-        assert 1 <= each["new_tokens"] <= 32, "no more than what fills no chunk"
+        assert 1 <= each["new_tokens"] <= 32, "at most a partly filled chunk"
     logs = [slow.token_ids(each.conversation_id)[:prompt] for each in bounds]
     assert logs == [logs[0]] * 4
     slow.check()
 
 
-def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
+def test_a_disconnect_before_the_prompt_is_computed_leaves_no_choices(
     tmp_path: Path,
 ) -> None:
     with Bindings(tmp_path / "data", program=(*ECHO, "--seconds=0.2")) as found:
@@ -328,7 +332,7 @@ def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
         found.check()
 
 
-def test_a_request_that_is_refused_creates_no_conversation(
+def test_a_refused_request_creates_no_conversation(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created: list[str] = []
@@ -352,7 +356,7 @@ def test_a_request_that_is_refused_creates_no_conversation(
             bindings.begin(stateless(messages, options))
     assert created == []
     assert bindings.ids == []
-    assert bindings.one(stateless((system, Message("user", "Hello")))).how is BindingKind.NEW
+    assert bindings.run_one(stateless((system, Message("user", "Hello")))).how is BindingKind.NEW
     assert len(created) == 1
 
 
@@ -362,11 +366,11 @@ def calls_reader(pieces: Sequence[Piece]) -> Message:
     return Message("assistant", text, tool_calls=(ToolCall("f", {"n": len(text)}, "server-id"),))
 
 
-def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings) -> None:
+def test_tool_calls_are_matched_even_if_the_client_rewrites_them(bindings: Bindings) -> None:
     chat = stateless((), chain=ChainEnd(reply_reader=calls_reader))
     messages = [Message("system", "Act."), Message("user", "Go")]
     for number in range(5):
-        bound = bindings.one(replace(chat, messages=tuple(messages)))
+        bound = bindings.run_one(replace(chat, messages=tuple(messages)))
         assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         assert bound.num_known_messages == (len(messages) - 1 if number else 0)
         made = ToolCall("f", {"n": float(len(bound.live.text))}, f"own-{number}")
@@ -375,7 +379,7 @@ def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings
     assert bindings.ids == [bound.conversation_id]
 
 
-def test_thinking_that_a_client_drops_does_not_lose_the_history(
+def test_a_history_is_found_even_if_the_client_drops_thinking(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second token is marked as thinking, as the marks of a model would do."""
@@ -387,7 +391,7 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
     messages: list[Message] = []
     for number in range(4):
         messages.append(Message("user", f"Question {number}"))
-        bound = bindings.one(stateless(tuple(messages)))
+        bound = bindings.run_one(stateless(tuple(messages)))
         assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         live = bound.live
         shown = [
@@ -401,16 +405,18 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
 
 def test_conversations_with_the_same_beginning_share_kv(bindings: Bindings) -> None:
     prompt = Message("system", "Be brief and kind. " * 20)
-    bindings.one(stateless((prompt, Message("user", "One"))))
-    bound = bindings.one(stateless((prompt, Message("user", "Another"))))
+    bindings.run_one(stateless((prompt, Message("user", "One"))))
+    bound = bindings.run_one(stateless((prompt, Message("user", "Another"))))
     assert bound.how is BindingKind.NEW
     assert bound.live.usage is not None
     assert bound.live.usage.shared_tokens > 40
     spaced = replace(prompt, content=prompt.content + " ")
-    bindings.one(stateless((spaced, Message("user", "Third"))))
+    bindings.run_one(stateless((spaced, Message("user", "Third"))))
 
 
-def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bindings) -> None:
+def test_a_tenants_prefix_with_a_generated_name_does_not_disturb_the_binder(
+    bindings: Bindings,
+) -> None:
     from pensieve.conversations.binding.chain import prefix_id
 
     name = prefix_id("Be brief.", ())
@@ -418,7 +424,7 @@ def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bin
         pb.CreateConversationRequest(conversation_id="c", system_prompt="Be long.", prefix_id=name)
     )
     messages = (Message("system", "Be brief."), Message("user", "One"))
-    assert bindings.one(stateless(messages)).how is BindingKind.NEW
+    assert bindings.run_one(stateless(messages)).how is BindingKind.NEW
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -447,13 +453,13 @@ def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -
     for messages in ((edited,), (*talk.messages[:2], edited)):
         (bound,) = slow.begin(stateless(messages, long))
         assert len(slow.ids) == 2
-        slow.leave(bound)
+        slow.disconnect(bound)
         wait_for(lambda: slow.ids == [kept])
         assert isinstance(bound.live.failure, TurnInterrupted)
     assert talk.say("Three").conversation_id == kept
 
 
-def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindings) -> None:
+def test_an_invalid_request_leaves_no_conversation_or_lookup_behind(bindings: Bindings) -> None:
     talk = Talk(bindings)
     kept = talk.say("One").conversation_id
     unknown = ConversationSettings("", template_options={"no_such": 1})
@@ -478,26 +484,26 @@ def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindi
     assert not bindings.binder._num_lookups[""]
 
 
-def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_answered(
+def test_a_full_daemon_refuses_new_requests_and_answers_known_ones(
     tmp_path: Path,
 ) -> None:
     config = DaemonConfig(live_turns_max=1, grace_seconds=0.2)
     long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
     with bindings_over(tmp_path / "data", program=SLOW, config=config) as bindings:
         known = stateless((Message("user", "One"),), request_id="again")
-        answered = bindings.one(known)
+        answered = bindings.run_one(known)
         (running,) = bindings.begin(stateless((Message("user", "Long"),), long))
         with pytest.raises(QueueFull):
             bindings.begin(stateless((Message("user", "Two"),)))
         with pytest.raises(QueueFull):
             bindings.begin(stateless((Message("user", "Two"),), request_id="new"))
-        again = bindings.one(known)
+        again = bindings.run_one(known)
         assert (again.how, again.live.text) == (BindingKind.RETRIED, answered.live.text)
-        bindings.leave(running)
+        bindings.disconnect(running)
         wait_for(lambda: bindings.ids == [answered.conversation_id])
 
 
-def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
+def test_a_repeated_request_gets_the_same_turn(slow: Bindings) -> None:
     """Requests that were new, appended or forked are sent again, while they run and after they have ended."""
     opening = stateless((Message("user", "One"),), request_id="first / ünïcode")
     runs, attached = slow.begin(opening, 2), slow.begin(opening, 2)
@@ -512,16 +518,16 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
     }
     for text, how in hows.items():  # both choices gave the same reply
         chat = stateless((*history, Message("user", text)), request_id=f"r {text}")
-        first = slow.one(chat)
+        first = slow.run_one(chat)
         ids = slow.ids
-        again = slow.one(chat)
+        again = slow.run_one(chat)
         assert (first.how, again.how) == (how, BindingKind.RETRIED)
         assert again.live.replayed
         assert again.live.reply.token_ids == first.live.reply.token_ids
         assert again.conversation_id == first.conversation_id
         assert again.num_known_messages == first.num_known_messages == 2
         assert slow.ids == ids
-    replayed = slow.all_of(opening, 2)
+    replayed = slow.run_all(opening, 2)
     assert [each.live.text for each in replayed] == [each.live.text for each in runs]
     with pytest.raises(InvalidArgument):
         slow.begin(replace(opening, messages=(Message("user", "Something else"),)))
@@ -529,7 +535,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
 
 @pytest.mark.parametrize("how", [BindingKind.NEW, BindingKind.APPENDED, BindingKind.FORKED])
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
+def test_an_idempotency_key_with_another_body_is_refused(
     slow: Bindings, how: BindingKind, is_running: bool
 ) -> None:
     talk = Talk(slow)
@@ -542,7 +548,7 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
     options = TurnOptions(Sampling(max_tokens=100_000 if is_running else 4, ignore_eos=True))
     last = Message("user", "Go on")
     keyed = stateless((*talk.messages, last), options, request_id="key")
-    (first,) = slow.begin(keyed) if is_running else slow.all_of(keyed)
+    (first,) = slow.begin(keyed) if is_running else slow.run_all(keyed)
     assert first.how is how
     ids = slow.ids
     beginnings = ((), (Message("user", "Other"), Message("assistant", "other")), talk.messages)
@@ -557,10 +563,10 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
     (again,) = slow.begin(keyed)
     assert (again.how, again.live.turn_id) == (BindingKind.RETRIED, first.live.turn_id)
     if is_running:
-        slow.leave(first)
+        slow.disconnect(first)
 
 
-def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
+def test_concurrent_identical_requests_are_one_turn(slow: Bindings) -> None:
     chat = stateless((Message("user", "One"),), request_id="r")
 
     async def both() -> list[list[BoundTurn]]:
@@ -577,28 +583,28 @@ def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
     assert not slow.rig.daemon.conversations.arriving._beginning
 
 
-def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
+def test_an_interrupted_request_can_run_again(slow: Bindings) -> None:
     talk = Talk(slow)
     talk.say("One")
     long = TurnOptions(Sampling(max_tokens=30, ignore_eos=True))
     for messages in ((Message("user", "New"),), (*talk.messages, Message("user", "Two"))):
         chat = stateless(messages, long, request_id=f"r{len(messages)}")
         (bound,) = slow.begin(chat)
-        slow.leave(bound)
-        again = slow.one(chat)
+        slow.disconnect(bound)
+        again = slow.run_one(chat)
         assert again.how is bound.how
         assert again.live.num_tokens == 30
 
 
-def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
+def test_a_forgotten_idempotency_key_begins_a_new_turn_with_the_same_history(
     slow: Bindings,
 ) -> None:
     one = (Message("user", "One"),)
-    first = slow.one(stateless(one, request_id="first"))
+    first = slow.run_one(stateless(one, request_id="first"))
     two = (*one, Message("assistant", first.live.text), Message("user", "Two"))
     chats = [stateless(one, request_id="first")]
     chats += [stateless(two, request_id=key) for key in ("appended", "forked")]
-    before = [first, *(slow.one(each) for each in chats[1:])]
+    before = [first, *(slow.run_one(each) for each in chats[1:])]
     assert [each.how for each in before] == ["new", "appended", "forked"]
     daemon = slow.rig.daemon
 
@@ -607,14 +613,16 @@ def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
 
     slow.rig.call(forget())
     for chat in chats:
-        again = slow.one(chat)
+        again = slow.run_one(chat)
         assert again.how is not BindingKind.RETRIED
         said = [each.content for each in chat.messages]
         assert slow.texts(again.conversation_id) == [*said, again.live.text]
         assert again.conversation_id not in {each.conversation_id for each in before}
 
 
-def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) -> None:
+def test_many_concurrent_clients_with_one_history_get_separate_conversations(
+    bindings: Bindings,
+) -> None:
     """The first request is appended, the others fork. Each history has its own question."""
     talk = Talk(bindings)
     talk.say("One")
@@ -636,7 +644,7 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
         assert bindings.texts(each.conversation_id)[2] == f"Two {number}"
 
 
-def test_a_conversation_that_goes_between_the_look_and_the_turn(
+def test_a_conversation_deleted_between_lookup_and_begin_is_looked_up_again(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The binder then looks again. Here it finds nothing, so the whole history is new."""
@@ -658,7 +666,7 @@ def test_a_conversation_that_goes_between_the_look_and_the_turn(
     assert bindings.texts(bound.conversation_id)[0] == "One"
 
 
-def test_a_turn_that_comes_between_the_look_and_the_turn(
+def test_another_turn_between_lookup_and_begin_causes_a_fork(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Talk(bindings)
@@ -682,7 +690,7 @@ def test_a_turn_that_comes_between_the_look_and_the_turn(
 
 
 @pytest.mark.parametrize("request_id", ["", "again"])
-def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
+def test_no_request_appends_to_a_fork_whose_first_turn_is_about_to_begin(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
     """Another request with the same history must not find the fork idle and append to it."""
@@ -706,14 +714,14 @@ def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
 
     monkeypatch.setattr(daemon, "begin", begin_late)
     chat = stateless((*shared, Message("user", "Three")), request_id=request_id)
-    bound = bindings.one(chat)
+    bound = bindings.run_one(chat)
     (other,) = others
     assert (bound.how, other.how) == (BindingKind.FORKED, BindingKind.FORKED)
     assert bindings.texts(bound.conversation_id)[2] == "Three"
     assert bindings.texts(other.conversation_id)[2] == "Four"
 
 
-def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
+def test_a_deleted_conversation_is_no_longer_found(bindings: Bindings) -> None:
     talk = Talk(bindings)
     first = talk.say("One").conversation_id
     bindings.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=first))
@@ -721,7 +729,7 @@ def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
     assert bindings.ids == [talk.say("Three").conversation_id]
 
 
-def test_chains_grow_old(tmp_path: Path) -> None:
+def test_digests_are_forgotten_after_chain_keep_seconds(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with bindings_over(
         data, config=DaemonConfig(grace_seconds=0.2, chain_keep_seconds=3600.0)
@@ -745,7 +753,7 @@ def num_chains(store: ConversationStore) -> int:
         return count
 
 
-def test_a_reply_that_cannot_be_read_is_stored_and_not_found(bindings: Bindings) -> None:
+def test_an_unreadable_reply_is_stored_but_not_matched_later(bindings: Bindings) -> None:
     def fails(pieces: Sequence[Piece]) -> Message:
         raise ValueError("not like that")
 
@@ -765,13 +773,13 @@ def test_a_long_history_is_imported(bindings: Bindings) -> None:
         Message("assistant", ""),
     ]
     messages = [Message("system", "Act."), *exchange * 300]
-    bound = bindings.one(stateless((*messages, Message("user", "Now?"))))
+    bound = bindings.run_one(stateless((*messages, Message("user", "Now?"))))
     assert bound.how is BindingKind.NEW
     request = pb.GetConversationRequest(conversation_id=bound.conversation_id)
     assert bindings.rig.stub.GetConversation(request).conversation.num_messages == len(messages) + 2
     reply = Message("assistant", bound.live.text)
     longer = (*messages, Message("user", "Now?"), reply, Message("user", "And?"))
-    again = bindings.one(stateless(longer))
+    again = bindings.run_one(stateless(longer))
     assert (again.how, again.num_known_messages) == (BindingKind.APPENDED, len(longer) - 1)
     too_many = (Message("user", "Hi"), Message("assistant", "Yes")) * 2049
     with pytest.raises(InvalidArgument):

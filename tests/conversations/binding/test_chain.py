@@ -47,27 +47,27 @@ MESSAGE = st.one_of(
 HISTORY = st.lists(MESSAGE, min_size=1, max_size=5)
 
 
-def whole(messages: list[Message]) -> bytes:
+def digest_of(messages: list[Message]) -> bytes:
     return digests([TOOL], {"thinking": True}, messages)[-1]
 
 
-def written_again(value: Any, order: random.Random) -> Any:
+def rewritten_json(value: Any, order: random.Random) -> Any:
     """Return equal JSON with another key order, and with floats for integers."""
     if isinstance(value, dict):
-        items = [(key, written_again(item, order)) for key, item in value.items()]
+        items = [(key, rewritten_json(item, order)) for key, item in value.items()]
         order.shuffle(items)
         return dict(items)
     if isinstance(value, list):
-        return [written_again(item, order) for item in value]
+        return [rewritten_json(item, order) for item in value]
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
 
 
-def sent_back(message: Message, number: int, order: random.Random) -> Message:
+def resent(message: Message, number: int, order: random.Random) -> Message:
     """Change and drop what clients usually change and drop when they send a message back."""
     calls = tuple(
-        ToolCall(call.name, written_again(dict(call.arguments), order), f"own-{number}-{place}")
+        ToolCall(call.name, rewritten_json(dict(call.arguments), order), f"own-{number}-{place}")
         for place, call in enumerate(message.tool_calls)
     )
     return Message(
@@ -81,13 +81,13 @@ def sent_back(message: Message, number: int, order: random.Random) -> Message:
 
 
 @given(HISTORY, st.randoms())
-def test_changes_that_clients_make_to_a_history_they_resend_change_no_digest(
+def test_usual_changes_by_clients_do_not_change_digests(
     messages: list[Message], order: random.Random
 ) -> None:
     messages = [replace(each, tool_call_id=None) for each in messages]
-    again = [sent_back(each, number, order) for number, each in enumerate(messages)]
+    again = [resent(each, number, order) for number, each in enumerate(messages)]
     assert digests([TOOL], {"a": 1, "b": 2}, messages) == digests(
-        [written_again(TOOL, order)], {"b": 2.0, "a": 1}, again
+        [rewritten_json(TOOL, order)], {"b": 2.0, "a": 1}, again
     )
 
 
@@ -115,27 +115,29 @@ def plain_json(value: Any) -> Any:
 
 
 @given(HISTORY, HISTORY)
-def test_histories_that_say_something_else_have_other_digests(
+def test_histories_with_other_contents_have_other_digests(
     one: list[Message], other: list[Message]
 ) -> None:
     one = [replace(each, tool_call_id=None) for each in one]
     other = [replace(each, tool_call_id=None) for each in other]
     if [meaning(each) for each in one] != [meaning(each) for each in other]:
-        assert whole(one) != whole(other)
+        assert digest_of(one) != digest_of(other)
 
 
 @given(HISTORY, st.integers(0, 4), MESSAGE)
-def test_a_message_more_or_less_or_in_another_place_is_another_history(
+def test_an_inserted_message_changes_the_digest(
     messages: list[Message], place: int, extra: Message
 ) -> None:
     place %= len(messages)
     longer = [*messages[:place], extra, *messages[place:]]
-    assert whole(longer) != whole(messages)
+    assert digest_of(longer) != digest_of(messages)
     assert len(set(digests([], {}, longer))) == len(longer) + 1
 
 
 @given(HISTORY)
-def test_each_digest_is_that_of_a_beginning_and_the_next_message(messages: list[Message]) -> None:
+def test_each_digest_follows_from_the_previous_digest_and_the_next_message(
+    messages: list[Message],
+) -> None:
     found = digests([TOOL], {}, messages)
     for length in range(len(messages) + 1):
         assert found[: length + 1] == digests([TOOL], {}, messages[:length])
@@ -159,8 +161,8 @@ QUESTION = Message("user", "Rain?")
         [Message("tool", "Rain?")],
     ],
 )
-def test_what_counts(other: list[Message]) -> None:
-    assert whole(other) != whole([QUESTION])
+def test_each_relevant_change_changes_the_digest(other: list[Message]) -> None:
+    assert digest_of(other) != digest_of([QUESTION])
 
 
 def calls(*arguments: Any) -> Message:
@@ -168,44 +170,44 @@ def calls(*arguments: Any) -> Message:
     return Message("assistant", "Let me see.", tool_calls=made)
 
 
-def test_numbers_and_truth_in_arguments() -> None:
-    assert whole([calls({"a": 1})]) == whole([calls({"a": 1.0})])
-    assert whole([calls({"a": 1})]) != whole([calls({"a": True})])
-    assert whole([calls({"a": 1})]) != whole([calls({"a": "1"})])
-    assert whole([calls({"a": 1.5})]) != whole([calls({"a": 1})])
-    assert whole([calls({"a": 10**22})]) == whole([calls({"a": 1e22})])
-    assert whole([calls({"a": [1, 2]})]) != whole([calls({"a": [2, 1]})])
-    assert whole([calls({"a": None})]) != whole([calls({})])
+def test_argument_types_change_the_digest_but_int_equals_float() -> None:
+    assert digest_of([calls({"a": 1})]) == digest_of([calls({"a": 1.0})])
+    assert digest_of([calls({"a": 1})]) != digest_of([calls({"a": True})])
+    assert digest_of([calls({"a": 1})]) != digest_of([calls({"a": "1"})])
+    assert digest_of([calls({"a": 1.5})]) != digest_of([calls({"a": 1})])
+    assert digest_of([calls({"a": 10**22})]) == digest_of([calls({"a": 1e22})])
+    assert digest_of([calls({"a": [1, 2]})]) != digest_of([calls({"a": [2, 1]})])
+    assert digest_of([calls({"a": None})]) != digest_of([calls({})])
 
 
-def test_an_answer_is_that_of_the_call_in_its_place_whatever_the_ids_are() -> None:
+def test_tool_results_are_matched_to_calls_by_position_whatever_the_ids() -> None:
     def answered(ids: tuple[str, str], order: tuple[int, int]) -> bytes:
         made = tuple(ToolCall("f", {"a": place}, each) for place, each in enumerate(ids))
         answers = [Message("tool", "same", tool_call_id=ids[place]) for place in order]
-        return whole([QUESTION, Message("assistant", "", tool_calls=made), *answers])
+        return digest_of([QUESTION, Message("assistant", "", tool_calls=made), *answers])
 
     assert answered(("x", "y"), (0, 1)) == answered(("call_1", "call_2"), (0, 1))
     assert answered(("x", "y"), (0, 1)) != answered(("x", "y"), (1, 0))
     assert answered(("x", "y"), (0, 0)) != answered(("x", "y"), (0, 1))
 
 
-def test_tools_and_template_options_begin_the_chain() -> None:
+def test_tools_and_template_options_change_every_digest() -> None:
     plain = digests([], {}, [QUESTION])
     assert not set(plain) & set(digests([TOOL], {}, [QUESTION]))
     assert not set(plain) & set(digests([], {"thinking": False}, [QUESTION]))
     assert digests([TOOL], {}, [])[0] != digests([TOOL, TOOL], {}, [])[0]
 
 
-def test_text_that_utf8_cannot_carry_and_deep_arguments_are_no_crash() -> None:
-    assert whole([Message("user", "\ud800")]) != whole([Message("user", "\udfff")])
+def test_lone_surrogates_and_deep_arguments_do_not_crash() -> None:
+    assert digest_of([Message("user", "\ud800")]) != digest_of([Message("user", "\udfff")])
     deep: Any = {}
     for _ in range(500):
         deep = {"a": deep}
     with pytest.raises(InvalidArgument):
-        whole([calls(deep)])
+        digest_of([calls(deep)])
 
 
-def test_a_reply_by_its_parts() -> None:
+def test_a_reply_is_split_into_its_parts() -> None:
     text = "I think. Hello!<call>"
     parts = [["thinking", 3, 9], ["text", 2, 6], ["tool_call", 1, 2]]
     pieces = [(Part.THINKING, "I think. "), (Part.TEXT, "Hello!"), (Part.TOOL_CALL, "<call>")]
@@ -214,7 +216,7 @@ def test_a_reply_by_its_parts() -> None:
     assert plain_reply(pieces) == Message("assistant", "Hello!<call>")
 
 
-def test_the_state_after_a_reply_is_the_digest_of_what_the_client_sends_back() -> None:
+def test_the_state_after_a_reply_has_the_digest_of_the_history_sent_back() -> None:
     before = digests([], {}, [QUESTION])[-1]
     stream = {"parts": [["thinking", 3, 4], ["text", 2, 6]]}
     state = ChainEnd(before, session_digest("tab 1")).state("hmm\nIt is.", stream)
@@ -225,14 +227,14 @@ def test_the_state_after_a_reply_is_the_digest_of_what_the_client_sends_back() -
     assert session_digest("") == b""
 
 
-def test_a_reply_that_cannot_be_read_is_only_not_found_again() -> None:
+def test_an_unreadable_reply_has_no_state() -> None:
     def fails(pieces: Sequence[Piece]) -> Message:
         raise RecursionError(pieces)
 
     assert ChainEnd(b"", b"", fails).state("text", {}) is None
 
 
-def test_a_prefix_is_named_by_exactly_its_text_and_tools() -> None:
+def test_a_prefix_id_depends_on_the_exact_text_and_tools() -> None:
     assert prefix_id("", []) == ""
     names = [
         prefix_id("Hi.", []),
