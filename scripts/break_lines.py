@@ -66,7 +66,7 @@ EXIT_SECONDS = 10  # how long a process may live after its tests have ended
 PATIENCE_SECONDS = 30  # how long tests wait for an event that never happens
 # Python runs this at its start. Without it, the finder of an editable installation, which comes before every
 # path, would import the original tree instead of the copy.
-HERE_FIRST = """
+IMPORT_FROM_COPY = """
 import sys
 
 sys.meta_path[:] = [each for each in sys.meta_path if "_editable_" not in type(each).__module__]
@@ -431,7 +431,7 @@ def copy_of_the_tree(tree: Path) -> Iterator[Copy]:
             if (tree / file).is_file():
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(tree / file, root / file)
-        (root / "sitecustomize.py").write_text(HERE_FIRST)
+        (root / "sitecustomize.py").write_text(IMPORT_FROM_COPY)
         copy = Copy(root)
         found = copy.imports_from()
         assert found == root.resolve(), f"the copy would import pensieve from {found}"

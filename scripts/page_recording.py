@@ -127,7 +127,7 @@ def record(url: str, chromium: str, out: Path) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = opened(browser, url, WIDE)
         page.locator(".strip").nth(3).wait_for()
-        frames = filmed(page, out)
+        frames = recorded_frames(page, out)
         write_gif(frames, out / "page.gif")
         open_named(page, "Fork of Ada and Ines")
         page.emulate_media(color_scheme="dark")
@@ -160,7 +160,7 @@ def opened(browser: Any, url: str, viewport: Any) -> Any:
     return page
 
 
-def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:
+def recorded_frames(page: Any, out: Path) -> list[tuple[float, bytes]]:
     """Play the scene and return its frames, each with its time."""
     frames: list[tuple[float, bytes]] = []
     camera = page.context.new_cdp_session(page)

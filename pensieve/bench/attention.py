@@ -3,9 +3,9 @@
 Each row is one shape: `batch` slices of `queries` tokens at the end of a context. These variants compute the
 same attention:
 
-    here                multi_token_attention over pages in random order
-    contiguous          torch's fused attention on contiguous keys and values. Up to four ways are timed and
-                        the fastest counts: one padded batch or a loop over slices, with grouped heads
+    paged               multi_token_attention over pages in random order
+    contiguous          torch's fused attention on contiguous keys and values: the fastest of up to four
+                        calls, which compute one padded batch or a loop over slices, with grouped heads
                         (`enable_gqa`) or with a group's queries folded into rows
     copy_out            gather the pages into contiguous memory first, then attend
     token_by_token      multi_token_attention with one query at a time
@@ -191,7 +191,7 @@ class Inputs:
         )
         self.single_inputs = self.inputs._replace(page_index=single)
 
-    def here(self) -> torch.Tensor:
+    def paged(self) -> torch.Tensor:
         multi_token_attention(self.inputs, self.out)
         return self.out
 
@@ -233,17 +233,17 @@ class Inputs:
     def contiguous(self) -> dict[str, Run]:
         batch = len(self.turns)
 
-        def loop(one: Callable[[int, int], torch.Tensor]) -> Run:
-            return lambda: torch.cat([one(i, i + 1) for i in range(batch)])
+        def loop(attend: Callable[[int, int], torch.Tensor]) -> Run:
+            return lambda: torch.cat([attend(i, i + 1) for i in range(batch)])
 
-        ways: dict[str, Run] = {
+        calls: dict[str, Run] = {
             "batch, grouped": lambda: self._grouped(0, batch),
             "loop, grouped": loop(self._grouped),
         }
         if len(self.folded_mask) > len(self.mask):
-            ways["batch, folded"] = lambda: self._folded(0, batch)
-            ways["loop, folded"] = loop(self._folded)
-        return ways
+            calls["batch, folded"] = lambda: self._folded(0, batch)
+            calls["loop, folded"] = loop(self._folded)
+        return calls
 
     def expected(self, name: str = "") -> torch.Tensor:
         """Return the expected result in float32; for int8_kv, computed from the quantised values."""
@@ -261,17 +261,17 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
     copies = max(2, min(16, COPIES_BYTES // shape.kv_bytes))
     inputs = [Inputs(shape, seed) for seed in range(copies)]
     first = inputs[0]
-    names = ["here", "int8_kv", "copy_out", "token_by_token", *first.contiguous()]
+    names = ["paged", "int8_kv", "copy_out", "token_by_token", *first.contiguous()]
 
-    def variant_of(one: Inputs, name: str) -> Run:
-        found: Run = getattr(one, name, None) or one.contiguous()[name]
+    def variant_of(copy: Inputs, name: str) -> Run:
+        found: Run = getattr(copy, name, None) or copy.contiguous()[name]
         return found
 
     exact = first.expected()
     for name in names:
-        answer = variant_of(first, name)().reshape(exact.shape)
+        result = variant_of(first, name)().reshape(exact.shape)
         expected = first.expected(name) if name == "int8_kv" else exact
-        check_close(name, answer, expected, TOLERANCE, where=f" at {shape}")
+        check_close(name, result, expected, TOLERANCE, where=f" at {shape}")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     call = 0
     for _ in range(repeats):
@@ -285,12 +285,12 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
     contiguous = min(median[name] for name in first.contiguous())
     return AttentionRow(
         **asdict(shape),
-        seconds=median["here"],
+        seconds=median["paged"],
         contiguous_seconds=contiguous,
         copy_out_seconds=median["copy_out"],
         token_by_token_seconds=median["token_by_token"],
-        ratio=median["here"] / contiguous,
-        bandwidth_share=shape.kv_bytes / median["here"] / bandwidth,
+        ratio=median["paged"] / contiguous,
+        bandwidth_share=shape.kv_bytes / median["paged"] / bandwidth,
         int8_kv_seconds=median["int8_kv"],
     )
 
@@ -339,7 +339,7 @@ def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None
     panel = sheet.panel(
         "", "context (tokens)", "time / time of contiguous attention", swept=contexts
     )
-    panel.level("contiguous (torch)", 1.0)
+    panel.horizontal_line("contiguous (torch)", 1.0)
     for dtype, kv_heads in sorted({(row.dtype, row.kv_heads) for row in rows}):
         some = [row for row in rows if (row.dtype, row.kv_heads) == (dtype, kv_heads)]
         ratios = [[row.ratio for row in some if row.context == context] for context in contexts]
@@ -355,15 +355,15 @@ def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None
 
 def check_close(
     name: str,
-    answer: torch.Tensor,
+    result: torch.Tensor,
     expected: torch.Tensor,
     tolerance: dict[torch.dtype, float],
     where: str = "",
 ) -> float:
     """Return the largest error against float32. Raises PensieveError if it exceeds the tolerance.
 
-    Called before a result is timed, so that no wrong result gets a figure."""
-    worst = float((answer.float() - expected).abs().max())
-    if not worst <= tolerance[answer.dtype]:  # also raises for NaN
+    Call this before timing, so that no wrong result is timed."""
+    worst = float((result.float() - expected).abs().max())
+    if not worst <= tolerance[result.dtype]:  # also raises for NaN
         raise PensieveError(f"{name} is off by {worst}{where}")
     return worst

@@ -13,7 +13,7 @@ the end counts with the time that it has waited. With a given rate there is no s
 its end, in several rounds with different conversations.
 
 Our scheduler fills iterations up to the objective, so its P99 is close to the objective. In a search, our
-daemon therefore gets only AIM times the objective.
+daemon therefore gets only AIM_SHARE times the objective.
 
 By default there are the two objectives of the Sarathi-Serve paper: 5 and 25 times the time of an iteration
 with 32 generating turns and contexts of 4,096 tokens. That time is measured on the executor before a daemon
@@ -39,9 +39,9 @@ from pensieve.bench.capacity_load import Figures, OfferedLoad, Played, play
 from pensieve.bench.capacity_report import (
     CapacityResult,
     CapacityRow,
-    in_time,
-    in_words,
+    duration_text,
     line_of,
+    result_text,
     show_found,
     show_rows,
 )
@@ -59,9 +59,13 @@ RESOLUTION = 1.15  # ratio of rates at which a search ends
 CONVERSATIONS_MIN = 4  # a search gives up at rates with fewer conversations in a trial
 WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
 OURS_TOKENS = 2048  # token budget where the objective cuts prompts
-AIM = 0.87  # share of the objective in a search; see above
-OURS, MIXED, FIRST = "ours", "whole prompts", "prefill first"
-SCHEDULERS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by their names on the command line
+AIM_SHARE = 0.87  # share of the objective in a search; see above
+OURS, WHOLE_PROMPTS, PREFILL_FIRST = "ours", "whole prompts", "prefill first"
+SCHEDULERS = {
+    "ours": OURS,
+    "whole": WHOLE_PROMPTS,
+    "first": PREFILL_FIRST,
+}  # by their names on the command line
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class CapacityOptions:
     seconds: float  # time in which conversations begin
     rounds: int  # with a given rate
     seed: int
-    schedulers: tuple[str, ...] = (OURS, MIXED, FIRST)
+    schedulers: tuple[str, ...] = (OURS, WHOLE_PROMPTS, PREFILL_FIRST)
 
     def __post_init__(self) -> None:
         load = self.load
@@ -114,11 +118,11 @@ class Scheduling(NamedTuple):
     @property
     def variables(self) -> dict[str, str]:
         """Return the environment variables of the daemon."""
-        engine = "separate" if self.name == FIRST else "model"
+        engine = "separate" if self.name == PREFILL_FIRST else "model"
         return {"PENSIEVE_ENGINE": engine, "PENSIEVE_PROMPT_SECONDS": "0"}
 
     def __str__(self) -> str:
-        return f"{self.name}, {in_time(self.tbt)}" if self.tbt else self.name
+        return f"{self.name}, {duration_text(self.tbt)}" if self.tbt else self.name
 
 
 def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
@@ -139,13 +143,13 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
         if decode_seconds:
             report.line(
                 f"an iteration of {BATCH} generating turns with contexts of {CONTEXT:,} tokens takes "
-                f"{in_time(decode_seconds)}. Objectives between tokens: strict {in_time(objectives[0])}, "
-                f"relaxed {in_time(objectives[1])}"
+                f"{duration_text(decode_seconds)}. Objectives between tokens: "
+                f"strict {duration_text(objectives[0])}, relaxed {duration_text(objectives[1])}"
             )
         gc_pause.freeze()  # a collection over torch's objects would delay all clients
         rows: list[CapacityRow] = []
         found: list[CapacityResult] = []
-        aim = 1.0 if options.rate else AIM
+        aim = 1.0 if options.rate else AIM_SHARE
         for scheduling, limits in daemons(options.schedulers, objectives, aim):
             with trials(folder, scheduling, options) as trial:
                 if options.rate:
@@ -157,10 +161,14 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
                     rows += searched.rows
                     found += searched.found
                     for each in searched.found:
-                        report.line(in_words(each))
+                        report.line(result_text(each))
     if options.rate:
         ours = [str(Scheduling(OURS, tbt)) for tbt in objectives]
-        show_rows(rows, [(each, other) for each in ours for other in (FIRST, MIXED)], report)
+        show_rows(
+            rows,
+            [(each, other) for each in ours for other in (PREFILL_FIRST, WHOLE_PROMPTS)],
+            report,
+        )
     else:
         show_found(found, report)
     report.finish(
@@ -263,7 +271,7 @@ def search(
             "queue_p50": figures.queue_p50,
         }
         verdict = ", ".join(slo.violations(row)) or "carried"
-        progress(f"  within {in_time(slo.tbt_p99_seconds)}: {verdict}; {line_of(figures)}")
+        progress(f"  within {duration_text(slo.tbt_p99_seconds)}: {verdict}; {line_of(figures)}")
         return row
 
     found = []

@@ -91,7 +91,7 @@ async def play(
     turns: list[ObservedTurn] = []
     began = time.perf_counter()
 
-    async def say(conversation: AsyncConversation, text: str) -> None:
+    async def run_turn(conversation: AsyncConversation, text: str) -> None:
         sent = time.perf_counter()
         seen = ObservedTurn(sent - began)
         turns.append(seen)
@@ -115,18 +115,20 @@ async def play(
             seen.gaps = [after - before for before, after in pairwise(arrived)]
             seen.output_tokens = num_tokens
 
-    async def hold(client: AsyncClient, number: int, script: Script) -> None:
+    async def run_conversation(client: AsyncClient, number: int, script: Script) -> None:
         await asyncio.sleep(script.arrives_at)
         conversation = client.conversation(f"capacity-{time.time_ns()}-{number}")
         try:
             for message in script.turns:
                 await asyncio.sleep(message.think_seconds)
-                await say(conversation, message.text)
+                await run_turn(conversation, message.text)
         finally:
             await conversation.delete()
 
     async with AsyncClient(address) as client:
-        tasks = [asyncio.create_task(hold(client, *each)) for each in enumerate(scripts)]
+        tasks = [
+            asyncio.create_task(run_conversation(client, *each)) for each in enumerate(scripts)
+        ]
         _, pending = await asyncio.wait(
             tasks, timeout=seconds_max, return_when=asyncio.FIRST_EXCEPTION
         )

@@ -41,7 +41,7 @@ class CapacityResult:
     why: str = ""  # why no rate was carried
 
 
-def in_time(seconds: float | None) -> str:
+def duration_text(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.3g} s"
@@ -50,15 +50,15 @@ def in_time(seconds: float | None) -> str:
 def line_of(figures: Figures) -> str:
     unfinished = f", {figures.unfinished} unfinished" if figures.unfinished else ""
     return (
-        f"gap P50 {in_time(figures.gap_p50)}, P99 {in_time(figures.gap_p99)}; first token P50 "
-        f"{in_time(figures.first_token_p50)}, P99 {in_time(figures.first_token_p99)}; queue P50 "
-        f"{in_time(figures.queue_p50)}; {figures.tokens_per_second:,.1f} tokens/s "
+        f"gap P50 {duration_text(figures.gap_p50)}, P99 {duration_text(figures.gap_p99)}; first token P50 "
+        f"{duration_text(figures.first_token_p50)}, P99 {duration_text(figures.first_token_p99)}; queue P50 "
+        f"{duration_text(figures.queue_p50)}; {figures.tokens_per_second:,.1f} tokens/s "
         f"({figures.turns} turns{unfinished})"
     )
 
 
-def in_words(found: CapacityResult) -> str:
-    what = f"{found.scheduling} within {in_time(found.objective)}"
+def result_text(found: CapacityResult) -> str:
+    what = f"{found.scheduling} within {duration_text(found.objective)}"
     if found.figures is None:
         return f"{what}: none ({found.why})"
     return f"{what}: {found.rate:.3g} conversations/s; {line_of(found.figures)}"
@@ -69,9 +69,9 @@ def show_found(found: Sequence[CapacityResult], report: Report) -> None:
     for each in found:
         figures = each.figures
         tokens = f"{figures.tokens_per_second:,.1f}" if figures else "-"
-        gap = in_time(figures.gap_p99 or 0.0) if figures else "-"
+        gap = duration_text(figures.gap_p99 or 0.0) if figures else "-"
         rate = f"{each.rate:.3g}" if figures else "none"
-        rows.append((each.scheduling, in_time(each.objective), rate, tokens, gap))
+        rows.append((each.scheduling, duration_text(each.objective), rate, tokens, gap))
     columns = ("scheduling", "objective for the P99 gap", "conversations/s", "tokens/s", "P99 gap")
     report.table("The highest load that is carried", columns, rows)
 
@@ -90,7 +90,7 @@ def show_rows(
         table.append(
             (
                 name,
-                in_time(objective),
+                duration_text(objective),
                 over_rounds([each.gap_p50 for each in some]),
                 over_rounds([each.gap_p99 for each in some]),
                 over_rounds([each.attained for each in some], "{:.1%}".format),
@@ -121,7 +121,9 @@ def show_rows(
             )
 
 
-def over_rounds(values: Sequence[float | None], shown: Callable[[float], str] = in_time) -> str:
+def over_rounds(
+    values: Sequence[float | None], shown: Callable[[float], str] = duration_text
+) -> str:
     """Return the median, and the least and the most if they differ."""
     known = [each for each in values if each is not None]
     if not known:
@@ -158,5 +160,5 @@ def plot(rows: Sequence[CapacityRow], path: Path, facts: Sequence[str]) -> None:
                 [max(gaps) for _, gaps in points],
             )
     for objective in sorted({row.objective for row in rows}):
-        panel.level(f"objective {plain(objective)} s", objective)
+        panel.horizontal_line(f"objective {plain(objective)} s", objective)
     sheet.save(path)

@@ -39,7 +39,7 @@ from pensieve.errors import PensieveError
 
 DEFAULT_MODEL = "0.37B"  # random weights of this shape
 NUM_LIKELY = 5  # alternatives with their probabilities, for each token of the check
-NEAR = 0.2  # difference of log probabilities; rounding in 16 bits changes them by less
+NEAR_TIE = 0.2  # difference of log probabilities; rounding in 16 bits changes them by less
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
             folder = stack.enter_context(measured_model(options.model, DEFAULT_MODEL))
             daemon = stack.enter_context(serving([str(folder), *options.flags()]))
             address, admin_address = daemon.address, daemon.admin_address
-        report.about(*asyncio.run(about(options, address)))
+        report.about(*asyncio.run(facts_of(options, address)))
         asyncio.run(check(address, admin_address, options.seed))
         began = time.perf_counter()
         turns = asyncio.run(replay(address, scripts, shape.output_tokens))
@@ -129,7 +129,7 @@ def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
     return turns
 
 
-async def about(options: ChatOptions, address: str) -> list[str]:
+async def facts_of(options: ChatOptions, address: str) -> list[str]:
     """Return the model, machine, load and seed in words."""
     async with AsyncClient(address) as client:
         info = await client.server_info()
@@ -232,14 +232,14 @@ async def checked_reply(
     return reply, (await turn.reply()).revision
 
 
-def differ_at_near_tie(one: CheckedReply, other: CheckedReply) -> bool:
+def differ_at_near_tie(first: CheckedReply, second: CheckedReply) -> bool:
     """Return whether both tokens at the first difference were about as likely in each of the replies."""
-    pairs = zip(one.token_ids, other.token_ids, strict=True)
+    pairs = zip(first.token_ids, second.token_ids, strict=True)
     at = next(index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)
-    for reply, wanted in ((one, other.token_ids[at]), (other, one.token_ids[at])):
+    for reply, wanted in ((first, second.token_ids[at]), (second, first.token_ids[at])):
         sampled = reply.logprobs[at]
         likely = dict(sampled.alternatives).get(wanted)
-        if likely is None or sampled.logprob - likely > NEAR:
+        if likely is None or sampled.logprob - likely > NEAR_TIE:
             return False
     return True
 
@@ -247,7 +247,7 @@ def differ_at_near_tie(one: CheckedReply, other: CheckedReply) -> bool:
 async def replay(address: str, scripts: Sequence[Script], output_tokens: int) -> list[MeasuredTurn]:
     turns: list[MeasuredTurn] = []
 
-    async def hold(client: AsyncClient, number: int, script: Script) -> None:
+    async def run_conversation(client: AsyncClient, number: int, script: Script) -> None:
         await asyncio.sleep(script.arrives_at)
         conversation = client.conversation(f"bench-{time.time_ns()}-{number}")
         for index, message in enumerate(script.turns):
@@ -280,7 +280,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
 
     async with AsyncClient(address) as client:
         await asyncio.gather(
-            *(hold(client, number, script) for number, script in enumerate(scripts))
+            *(run_conversation(client, number, script) for number, script in enumerate(scripts))
         )
     return turns
 
@@ -358,5 +358,5 @@ def plot(turns: Sequence[MeasuredTurn], path: Path, facts: Sequence[str]) -> Non
         )
         panel.line("", [ordered[0], *ordered], [0.0, *shares], marked=False, step=True)
         for moment in (p50, p99):
-            panel.moment(moment)
+            panel.vertical_line(moment)
     sheet.save(path)

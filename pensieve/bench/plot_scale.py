@@ -118,11 +118,11 @@ def scale_of(values: Iterable[float], at: Numbers = (), most: float | None = Non
     if most is None and least > 0 and largest / least >= wide:
         steps = _steps(least, largest)
         low, high = steps[0] * 0.9, steps[-1] * 1.1
-        return Scale(low, high, True, _apart(at or steps, low, high, logarithmic=True))
+        return Scale(low, high, True, _without_overlaps(at or steps, low, high, logarithmic=True))
     room = 0.06 * (largest - min(least, 0.0)) or 1.0
     end = largest + room if most is None else most + 0.02 * most
     begin = least - room if least < 0 else 0.0
-    return Scale(begin, end, False, _apart(at, begin, end) if at else None)
+    return Scale(begin, end, False, _without_overlaps(at, begin, end) if at else None)
 
 
 def _steps(least: float, most: float) -> list[float]:
@@ -142,7 +142,9 @@ def _steps(least: float, most: float) -> list[float]:
     return found
 
 
-def _apart(values: Numbers, least: float, most: float, *, logarithmic: bool = False) -> list[float]:
+def _without_overlaps(
+    values: Numbers, least: float, most: float, *, logarithmic: bool = False
+) -> list[float]:
     """Drop the values whose labels would overlap."""
     scale, kept = Scale(least, most, logarithmic, None), list[float]()
     for value in sorted(set(values)):

@@ -6,8 +6,8 @@ text comes from its font. All panels show their data in the same style:
 
 lines     each line has its own colour, marker, dashes and width. The first line is the widest, so lines that
           coincide are both visible. Colour-blind readers can tell the colours (Okabe and Ito) apart
-names     up to `DIRECT_MAX` names are next to the ends of their lines, moved if they would overlap. More
-          names become a legend. Names and legend are right of the axes and never cover data
+names     up to `NAMES_AT_LINES_MAX` names are next to the ends of their lines, moved if they would overlap.
+          More names become a legend. Names and legend are right of the axes and never cover data
 repeats   a band or whiskers from the lowest to the highest value
 """
 
@@ -32,7 +32,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = "osD^vP"
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (2, 1.2), (6, 2, 1.5, 2), (1, 1), (9, 3))
 INK, FAINT = "#222222", "#777777"
-DIRECT_MAX = 6
+NAMES_AT_LINES_MAX = 6
 TEXT_SIZE, SMALL_SIZE = 9.0, 8.0  # points
 LINE_INCHES = 0.165  # line height of text
 LEFT, RIGHT, EDGE = 0.78, 0.25, 0.15  # inches around axes without names, and around the sheet
@@ -58,7 +58,7 @@ class Panel:
     y: str
     swept: Numbers = ()  # the swept values of x, which become its ticks
     most: float | None = None  # the upper end of y, such as 100 for a percentage
-    alike: str = ""  # panels with the same text here share the scale of y
+    y_group: str = ""  # panels with equal values share the scale of y; "": none
     height: float = 2.3
     left: float = LEFT
     num_lines: int = 0
@@ -100,7 +100,7 @@ class Panel:
                 self.axes.fill_between(xs, least, most, color=colour, alpha=0.16, linewidth=0)
             else:
                 self.axes.vlines(xs, least, most, color=colour, linewidth=1)
-        self._saw(xs, (*ys, *least, *most))
+        self._extend_ranges(xs, (*ys, *least, *most))
         ends = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
         if ends and name:
             self.names.append(_Name(name, colour, *ends[-1]))
@@ -113,24 +113,24 @@ class Panel:
         colour = next((each.colour for each in self.names if each.text == name), FAINT)
         for xs, ys in lines:
             self.axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.55, zorder=2.5)
-            self._saw(xs, ys)
+            self._extend_ranges(xs, ys)
 
     def area(self, name: str, xs: Numbers, low: Numbers, high: Numbers) -> None:
         index = self.num_lines % len(PALETTE)
         self.num_lines += 1
         self.axes.fill_between(xs, low, high, color=PALETTE[index], alpha=0.45, linewidth=0)
-        self._saw(xs, high)
+        self._extend_ranges(xs, high)
         ends = [(x, (a + b) / 2) for x, a, b in zip(xs, low, high, strict=True) if math.isfinite(b)]
         if ends:
             self.names.append(_Name(name, PALETTE[index], *ends[-1]))
 
-    def level(self, name: str, y: float) -> None:
+    def horizontal_line(self, name: str, y: float) -> None:
         """Draw a horizontal reference line."""
         self.axes.axhline(y, color=FAINT, linewidth=1, linestyle=":", zorder=2)
-        self._saw((), (y,))
+        self._extend_ranges((), (y,))
         self.names.append(_Name(name, FAINT, math.inf, y))
 
-    def moment(self, x: float) -> None:
+    def vertical_line(self, x: float) -> None:
         """Draw a vertical line."""
         self.axes.axvline(x, color=FAINT, linewidth=1, linestyle=":", zorder=2)
 
@@ -149,23 +149,24 @@ class Panel:
             self.bar_values.append((max(value, high), row, text, name))
         self.height = 0.32 * len(names) + 0.15
         self.left = max(inches(name, SMALL_SIZE) for name in names) + 0.25
-        self._saw([0.0, *most], ())
+        self._extend_ranges([0.0, *most], ())
 
-    def _saw(self, xs: Iterable[float], ys: Iterable[float]) -> None:
+    def _extend_ranges(self, xs: Iterable[float], ys: Iterable[float]) -> None:
         self.xs.extend(xs)
         self.ys.extend(ys)
 
     @property
-    def direct(self) -> bool:
-        return self.num_lines <= DIRECT_MAX
+    def has_names_at_lines(self) -> bool:
+        """Whether names are next to the ends of their lines, and not in a legend."""
+        return self.num_lines <= NAMES_AT_LINES_MAX
 
     @property
     def right(self) -> float:
-        """Return the inches that the names take."""
+        """Inches to the right of the axes, for the names or the legend."""
         if not self.names:
             return RIGHT
         widest = max(inches(name.text, SMALL_SIZE) for name in self.names)
-        if self.direct:
+        if self.has_names_at_lines:
             return NAME_OFFSET + widest + EDGE
         columns = math.ceil(len(self.names) / self._legend_rows)
         return columns * (widest + 0.55) + EDGE
@@ -184,14 +185,14 @@ class Panel:
             return
         x = scale_of(self.xs, self.swept)
         y = scale_of(self.ys, most=self.most)
-        self._set(self.axes.xaxis, x)
-        self._set(self.axes.yaxis, y)
+        self._set_scale(self.axes.xaxis, x)
+        self._set_scale(self.axes.yaxis, y)
         self.axes.set_xlim(x.least, x.most)
         self.axes.set_ylim(y.least, y.most)
         self.axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        self._label(self.axes.set_xlabel, self.x, x, width + self.left / 2)
-        self._label(self.axes.set_ylabel, self.y, y, self.height + 0.4)
-        if self.direct:
+        self._set_label(self.axes.set_xlabel, self.x, x, width + self.left / 2)
+        self._set_label(self.axes.set_ylabel, self.y, y, self.height + 0.4)
+        if self.has_names_at_lines:
             self._write_names(x, y, width)
         else:
             self.axes.legend(
@@ -209,7 +210,7 @@ class Panel:
         scale = scale_of([most])
         scale.most = most / max(1 - (widest + 0.12) / width, 0.3)
         self.axes.set_xlim(0.0, scale.most)
-        self._set(self.axes.xaxis, scale)
+        self._set_scale(self.axes.xaxis, scale)
         self.axes.set_yticks([row for _, row, _, _ in self.bar_values])
         self.axes.set_yticklabels([name for *_, name in self.bar_values])
         self.axes.invert_yaxis()
@@ -218,7 +219,7 @@ class Panel:
         for end, row, text, _ in self.bar_values:
             self.axes.text(end + gap, row, text, fontsize=SMALL_SIZE, color=INK, va="center")
 
-    def _set(self, axis: Any, scale: Scale) -> None:
+    def _set_scale(self, axis: Any, scale: Scale) -> None:
         from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
         if scale.logarithmic:
@@ -230,7 +231,7 @@ class Panel:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
 
-    def _label(self, put: Any, text: str, scale: Scale, width: float) -> None:
+    def _set_label(self, put: Any, text: str, scale: Scale, width: float) -> None:
         label = f"{text}, logarithmic" if scale.logarithmic else text
         put("\n".join(wrapped(label, TEXT_SIZE, width)), fontsize=TEXT_SIZE, color=INK)
 
@@ -293,8 +294,8 @@ class Sheet:
 
     def lay_out(self) -> None:
         """Set the positions of all texts and panels."""
-        for alike in {panel.alike for panel in self.panels if panel.alike}:
-            same = [panel for panel in self.panels if panel.alike == alike]
+        for group in {panel.y_group for panel in self.panels if panel.y_group}:
+            same = [panel for panel in self.panels if panel.y_group == group]
             values = [value for panel in same for value in panel.ys]
             for panel in same:
                 panel.ys = values

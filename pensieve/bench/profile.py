@@ -100,11 +100,13 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
         points = points_of(limits, options.quick)
         driver = Driver(built.executor, limits, model.shape.vocab_size, points)
         day = time.strftime("%Y-%m-%d")
-        about = about_machine(model.shape.num_layers, kv_bytes, f"{key.name}, {machine(device)}")
+        unmeasured = unmeasured_cost(
+            model.shape.num_layers, kv_bytes, f"{key.name}, {machine(device)}"
+        )
         began = time.perf_counter(), time.process_time()
-        with _progress_bar() as done:
+        with _progress_bar() as on_progress:
             profile = profiled(
-                driver, points, limits, about, memory.host_pages, options.quick, done
+                driver, points, limits, unmeasured, memory.host_pages, options.quick, on_progress
             )
         on_cpu = device == "cpu" and settings.tensor_parallel == 1
         cores_share = _cores_share(*began) if on_cpu else 1.0
@@ -129,7 +131,7 @@ def _cores_share(began: float, cpu_began: float) -> float:
     return min((time.process_time() - cpu_began) / seconds, 1.0)
 
 
-def about_machine(layers: int, kv_bytes_per_token: int, source: str) -> CostModel:
+def unmeasured_cost(layers: int, kv_bytes_per_token: int, source: str) -> CostModel:
     """Return a cost model without any measured costs."""
     return CostModel(
         0.0, 0.0, 0.0, 0.0, 0.0, layers, kv_bytes_per_token, float("inf"), f"a profile of {source}"
@@ -140,23 +142,26 @@ def profiled(
     driver: Driver,
     points: Sequence[ProfilePoint],
     limits: IterationLimits,
-    about: CostModel,
+    unmeasured: CostModel,
     host_pages: int,
     quick: bool = False,
-    done: Any = lambda share: None,
+    on_progress: Any = lambda share: None,
 ) -> Profile:
-    """Measure the points and the copies, and fit the costs. Raises ModelError if the tiers are too small."""
+    """Measure the points and the copies, and fit the costs. `unmeasured` has the other facts of the result.
+
+    Raises ModelError if the tiers are too small.
+    """
     seconds = QUICK_SECONDS if quick else SECONDS
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    found = measured(driver, points, seconds, rounds, done, driver.clock)
+    found = measured(driver, points, seconds, rounds, on_progress, driver.clock)
     lone = next(point for point in points if point.kind == DECODES)
     copies = _medians(driver.copies(lone, host_pages, COPY_REPEATS))
     if copies is not None:
-        size = copies.pages * limits.chunk_tokens * about.kv_bytes_per_token
-        about = replace(about, link_bytes_per_second=size / copies.inward)
+        size = copies.pages * limits.chunk_tokens * unmeasured.kv_bytes_per_token
+        unmeasured = replace(unmeasured, link_bytes_per_second=size / copies.inward)
     rows = [each.point.observed(each.seconds) for each in found if not each.point.held_out]
     try:
-        cost = fit_points(rows, about)
+        cost = fit_points(rows, unmeasured)
     except ValueError as error:
         raise ModelError(f"a larger --device-cache is needed: {error}") from error
     chunks = {each.point.spans[0][0]: each.seconds for each in found if each.point.kind == CHUNKS}
@@ -276,7 +281,7 @@ def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
         "share of iterations, %",
         most=100.0,
     )
-    panel.level("nine of ten", 90.0)
+    panel.horizontal_line("nine of ten", 90.0)
     for kind in dict.fromkeys(each.point.kind for each in unseen):
         errors = sorted(
             100 * abs(profile.cost.iteration_seconds(each.point.spans) / each.seconds - 1)
@@ -294,5 +299,5 @@ def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
         )
         panel.line("in a full batch", contexts, costs)
         if profile.cost.link_bytes_per_second < float("inf"):
-            panel.level("to copy them", 1e3 * profile.cost.copy_seconds(tokens))
+            panel.horizontal_line("to copy them", 1e3 * profile.cost.copy_seconds(tokens))
     sheet.save(path)

@@ -45,6 +45,8 @@ class CopyTimes(NamedTuple):
 
 
 class Driver:
+    """Runs synthetic iterations of `points` on an executor, and times them."""
+
     def __init__(
         self,
         executor: Executor,
@@ -88,7 +90,7 @@ class Driver:
                 self._move((), outward),
                 self._move(inward, outward),
                 self._run(slices),
-                self._beside(slices, inward),
+                self._run_with_swap_ins(slices, inward),
             )
             for _ in range(repeats)
         ]
@@ -137,7 +139,10 @@ class Driver:
             missing -= self._timed(self._iteration(()))[1]
         return self.clock() - began
 
-    def _beside(self, slices: tuple[Slice, ...], inward: Sequence[tuple[int, int]]) -> float:
+    def _run_with_swap_ins(
+        self, slices: tuple[Slice, ...], inward: Sequence[tuple[int, int]]
+    ) -> float:
+        """Run an iteration that waits for swap-ins; return its time."""
         took, arrived = self._timed(self._iteration(slices, inward))
         while arrived < len(inward):
             arrived += self._timed(self._iteration(()))[1]
@@ -183,7 +188,7 @@ def measured(
     points: Sequence[ProfilePoint],
     seconds_max: float,
     rounds: tuple[int, int],
-    done: Callable[[float], None] = lambda share: None,
+    on_progress: Callable[[float], None] = lambda share: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measured]:
     """Time each iteration repeatedly, within `seconds_max` for all of them.
@@ -198,15 +203,16 @@ def measured(
     not the median, because other work on the machine only adds to the times, and can affect more than half
     of them. The spread shows such work.
 
-    Returns the measured points in their order, without those left out. `done` gets the progress, 0 to 1.
+    Returns the measured points in their order, without those left out. `on_progress` gets the share of the
+    time that is over, 0 to 1.
     """
     began, draw = clock(), random.Random(0)
     first: dict[ProfilePoint, float] = {}
-    for point in sorted(points, key=_dearness):
+    for point in sorted(points, key=_estimated_cost):
         if first and clock() - began > FIRST_SHARE * seconds_max:
             break
         first[point] = driver.seconds(point)
-        done(min((clock() - began) / seconds_max, 1.0))
+        on_progress(min((clock() - began) / seconds_max, 1.0))
     times: dict[ProfilePoint, list[float]] = {point: [] for point in first}
     order = list(first)
     for round_number in range(rounds[1]):
@@ -219,16 +225,16 @@ def measured(
                 times[point] += [driver.seconds(point) for _ in range(IN_A_ROW)]
             else:
                 times[point].append(driver.seconds(point))
-            done(min((clock() - began) / seconds_max, 1.0))
-    return [_of(point, times[point]) for point in points if times.get(point)]
+            on_progress(min((clock() - began) / seconds_max, 1.0))
+    return [_measured_point(point, times[point]) for point in points if times.get(point)]
 
 
-def _of(point: ProfilePoint, times: Sequence[float]) -> Measured:
+def _measured_point(point: ProfilePoint, times: Sequence[float]) -> Measured:
     ordered, tenth = sorted(times), len(times) // 10
     seconds = ordered[(len(times) - 1) // 4]
     return Measured(point, seconds, len(times), (ordered[-1 - tenth] - ordered[tenth]) / seconds)
 
 
-def _dearness(point: ProfilePoint) -> float:
+def _estimated_cost(point: ProfilePoint) -> float:
     work = point.work
     return 1000 * work.tokens + work.pairs + work.keys

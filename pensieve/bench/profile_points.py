@@ -20,8 +20,8 @@ from pensieve.core.cost import Work, work_of
 from pensieve.sim.observed import Observation
 
 CONTEXT_MIN = 64
-BESIDE = (16, 64, 256)  # tokens of the pieces in mixes
-CONTEXT_MOST = 32_768  # costs of longer contexts are extrapolated
+MIX_PIECES = (16, 64, 256)  # tokens of the pieces in mixes
+CONTEXT_MAX = 32_768  # costs of longer contexts are extrapolated
 PIECES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 DECODES = "decodes"
 PROMPTS = "prompts"
@@ -32,7 +32,7 @@ CHUNKS = "chunks"
 @dataclass(frozen=True)
 class ProfilePoint:
     kind: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # [start, stop) of each slice; one position: a decode
     held_out: bool = False
 
     @property
@@ -68,8 +68,8 @@ class IterationLimits:
         return sum(-(-stop // self.chunk_tokens) for _, stop in point.spans)
 
     @property
-    def context_most(self) -> int:
-        return min(self.context, CONTEXT_MOST, self.pages * self.chunk_tokens)
+    def context_max(self) -> int:
+        return min(self.context, CONTEXT_MAX, self.pages * self.chunk_tokens)
 
 
 def points_of(limits: IterationLimits, quick: bool, seed: int = 0) -> list[ProfilePoint]:
@@ -86,7 +86,7 @@ def held_out(limits: IterationLimits, count: int, seed: int) -> list[ProfilePoin
     for index in range(count):
         kind = (DECODES, MIXES, PROMPTS)[index % 3]
         for _ in range(100):
-            point = ProfilePoint(kind, tuple(_drawn(limits, kind, draw)), held_out=True)
+            point = ProfilePoint(kind, tuple(_random_spans(limits, kind, draw)), held_out=True)
             if limits.allow(point):
                 found.append(point)
                 break
@@ -94,7 +94,7 @@ def held_out(limits: IterationLimits, count: int, seed: int) -> list[ProfilePoin
 
 
 def _designed(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
-    contexts = _powers(CONTEXT_MIN, limits.context_most, 16 if quick else 4)
+    contexts = _powers(CONTEXT_MIN, limits.context_max, 16 if quick else 4)
     batches = _powers(1, limits.turns, 4 if quick else 2)
     for context in contexts:
         for batch in batches:
@@ -106,7 +106,7 @@ def _designed(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
             yield ProfilePoint(PROMPTS, ((start, start + piece),))
         yield ProfilePoint(PROMPTS, ((start, start + pieces[-1]),))
     for batch in batches[1::2]:
-        for piece in BESIDE:
+        for piece in MIX_PIECES:
             for context in contexts[:2]:
                 yield ProfilePoint(MIXES, (*_decodes(batch, context), (0, piece)))
                 yield ProfilePoint(
@@ -117,7 +117,7 @@ def _designed(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
 def _chunks(limits: IterationLimits) -> Iterator[ProfilePoint]:
     size = limits.chunk_tokens
     if size > 1:
-        for context in _powers(32, limits.context_most - size, 2):
+        for context in _powers(32, limits.context_max - size, 2):
             yield ProfilePoint(CHUNKS, ((context, context + size),))
 
 
@@ -133,11 +133,13 @@ def _powers(first: int, most: int, factor: int) -> list[int]:
     return found
 
 
-def _drawn(limits: IterationLimits, kind: str, draw: random.Random) -> Iterator[tuple[int, int]]:
+def _random_spans(
+    limits: IterationLimits, kind: str, draw: random.Random
+) -> Iterator[tuple[int, int]]:
     def log_uniform(least: int, most: int) -> int:
         return max(least, min(most, round(least * math.pow(most / least, draw.random()))))
 
-    most = limits.context_most
+    most = limits.context_max
     if kind != PROMPTS:
         batch = log_uniform(1, limits.turns)
         share = max(min(most, limits.pages * limits.chunk_tokens // batch - limits.chunk_tokens), 2)

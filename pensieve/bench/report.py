@@ -48,14 +48,14 @@ class Report:
             print(json.dumps(figures))
 
 
-def print_whole(what: RenderableType) -> None:
+def print_whole(table: RenderableType) -> None:
     """Print a table without truncating words; if it is too wide, the terminal wraps it."""
     from rich.console import Console
 
     console = Console()
     unbounded = console.options.update(width=1_000_000)
-    console.width = max(console.width, console.measure(what, options=unbounded).maximum)
-    console.print(what)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    console.print(table)
 
 
 def progress(text: str) -> None:

@@ -24,9 +24,9 @@ SWEPT = {
     "device_size": "device tier (tokens)",
     "host_size": "host tier (tokens)",
 }
-SHORT = {"rate": "{}/s", "device_size": "device {}", "host_size": "host {}"}
+SETTING_TEXTS = {"rate": "{}/s", "device_size": "device {}", "host_size": "host {}"}
 FILE = "simulate.png"
-TIMED_MAX = 4  # settings that are drawn over time
+SETTINGS_OVER_TIME_MAX = 4  # settings that are drawn over time
 WIDTH = 3.0  # inches, of each panel
 SHARE_MOST = 100.0  # percent
 
@@ -56,7 +56,7 @@ def sheet(rows: Sequence[Row], facts: Iterable[str]) -> Sheet:
     tried = {key: sorted({row[key] for row in rows if row[key] is not None}) for key in SWEPT}
     swept = max(tried, key=lambda key: len(tried[key]))
     several = [key for key in SWEPT if len(tried[key]) > 1]
-    fixed = [_named(key, values[0]) for key, values in tried.items() if len(values) == 1]
+    fixed = [_setting_text(key, values[0]) for key, values in tried.items() if len(values) == 1]
     compared = (
         f"Eviction policies {', '.join(policies)}" if len(policies) > 1 else f"Policy {policies[0]}"
     )
@@ -67,7 +67,7 @@ def sheet(rows: Sequence[Row], facts: Iterable[str]) -> Sheet:
         _draw_sweep(made, rows, policies, swept, [key for key in several if key != swept], measures)
     elif len(policies) > 1 or len(rows) > 1:
         _draw_bars(made, rows, measures)
-    _draw_courses(made, rows, policies, several)
+    _draw_over_time(made, rows, policies, several)
     return made
 
 
@@ -78,10 +78,10 @@ def _repeats(rows: Sequence[Row]) -> list[str]:
 
 
 def _measures(rows: Sequence[Row]) -> list[_Measure]:
-    def again(row: Row) -> float | None:
+    def recomputed_percent(row: Row) -> float | None:
         return None if row["hit_rate"] is None else 100 * (1 - row["hit_rate"])
 
-    found = [_Measure("History computed again (%)", again, SHARE_MOST)]
+    found = [_Measure("Recomputed history (%)", recomputed_percent, SHARE_MOST)]
     if any(row.get("saved") is not None for row in rows) and len({r["policy"] for r in rows}) > 1:
         found.append(
             _Measure(
@@ -111,10 +111,10 @@ def _draw_sweep(
         here = [
             row for row in rows if all(row[k] == v for k, v in zip(others, values, strict=True))
         ]
-        made.row(", ".join(map(_named, others, values)))
+        made.row(", ".join(map(_setting_text, others, values)))
         for measure in measures:
             panel = made.panel(
-                measure.title, SWEPT[swept], swept=tried, most=measure.most, alike=measure.title
+                measure.title, SWEPT[swept], swept=tried, most=measure.most, y_group=measure.title
             )
             for policy in policies:
                 groups = [each for each in over_seeds(here) if each[0]["policy"] == policy]
@@ -133,17 +133,21 @@ def _draw_bars(made: Sheet, rows: Sequence[Row], measures: Sequence[_Measure]) -
         panel.bars([each[0]["policy"] for each in groups], middle, least, most)
 
 
-def _draw_courses(
+def _draw_over_time(
     made: Sheet, rows: Sequence[Row], policies: Sequence[str], several: Sequence[str]
 ) -> None:
     """Draw the figures over time: a column per policy, and two rows per setting."""
     drawn = [repeats[0] for repeats in over_seeds(rows) if "series" in repeats[0]]
     settings = list(dict.fromkeys(tuple(row[key] for key in several) for row in drawn))
-    shown = settings if len(settings) <= TIMED_MAX else _evenly(settings, TIMED_MAX)
+    shown = (
+        settings
+        if len(settings) <= SETTINGS_OVER_TIME_MAX
+        else _evenly_spaced(settings, SETTINGS_OVER_TIME_MAX)
+    )
     for number, setting in enumerate(shown):
         here = [row for row in drawn if tuple(row[key] for key in several) == setting]
         left_out = f" ({len(shown)} of {len(settings)} settings)" * (len(settings) > len(shown))
-        heading = ", ".join(map(_named, several, setting)) or "Over time"
+        heading = ", ".join(map(_setting_text, several, setting)) or "Over time"
         if several and not number:
             heading = f"Over time{left_out}: {heading}"
         if here[0]["seed"] is not None:
@@ -156,7 +160,7 @@ def _draw_courses(
             _draw_turns(made, row, policies)
 
 
-def _evenly(values: Sequence[Any], count: int) -> list[Any]:
+def _evenly_spaced(values: Sequence[Any], count: int) -> list[Any]:
     """Return the first, the last, and evenly spaced values between them."""
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
@@ -190,10 +194,10 @@ def _draw_turns(made: Sheet, row: Row, policies: Sequence[str]) -> None:
     series = row["series"]
     times, unit = _times(series)
     title = f"{row['policy']}: turns" if len(policies) > 1 else "Turns"
-    panel = made.panel(title, unit, "turns, mean", height=1.2, alike="turns")
+    panel = made.panel(title, unit, "turns, mean", height=1.2, y_group="turns")
     panel.line("running", times, _numbers(series["running"]), marked=False)
     panel.line("waiting", times, _numbers(series["queued"]), marked=False)
 
 
-def _named(key: str, value: float) -> str:
-    return SHORT[key].format(plain(value))
+def _setting_text(key: str, value: float) -> str:
+    return SETTING_TEXTS[key].format(plain(value))

@@ -81,7 +81,7 @@ class StepOptions:
     kv_dtype: str = "auto"
 
     @property
-    def rounded(self) -> str:
+    def rounded_formats(self) -> str:
         """Return in words which formats differ from the checkpoint's."""
         kv = "" if self.kv_dtype == "auto" else f"{self.kv_dtype} KV"
         return " and ".join(each for each in ("int8 weights" if self.int8 else "", kv) if each)
@@ -93,21 +93,21 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
     about: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     spread_memory(progress)  # as an engine does
     with measured_model(options.model, options.shape) as folder:
-        exact = Logits.of(load(folder)) if options.rounded else None
+        exact = Logits.of(load(folder)) if options.rounded_formats else None
         model = load(folder, int8=options.int8, kv_dtype=options.kv_dtype, report=progress)
         tokenizer = Tokenizer.load(folder)
     if options.parts:
         check_measurable(model)
     named = model_in_words(options.model, options.shape)
     report.about(
-        f"{named}, {options.rounded or str(model.flat.module.dtype).split('.')[-1]}",
+        f"{named}, {options.rounded_formats or str(model.flat.module.dtype).split('.')[-1]}",
         f"{machine()}, {torch.get_num_threads()} threads",
         f"contexts of {options.context}, pieces of {options.prompt_tokens} prompt tokens",
     )
     if exact is not None:
-        about["accuracy"] = accuracy = Logits.of(model).against(exact)
+        about["accuracy"] = accuracy = Logits.of(model).compared_with(exact)
         report.line(
-            f"{options.rounded} against the checkpoint's: {accuracy['same_token_share']:.1%} of the "
+            f"{options.rounded_formats} against the checkpoint's: {accuracy['same_token_share']:.1%} of the "
             f"likeliest tokens are the same, KL divergence {accuracy['kl_divergence']:.4f}, logits off "
             f"by {accuracy['logit_difference']:.1%} of their range"
         )
@@ -133,7 +133,7 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
 
 
 @dataclass(slots=True)
-class Generating:
+class GeneratingTurn:
     """One turn of the batch."""
 
     attempt_id: int
@@ -165,11 +165,13 @@ class Bench:
         self._num_turns = 0
         self._started: list[TurnStart] = []  # since the last step
 
-    def turn(self, index: int, prompt: Sequence[int]) -> Generating:
+    def turn(self, index: int, prompt: Sequence[int]) -> GeneratingTurn:
         """Return a turn with the pages of its row in the batch; they are scattered."""
         pages = torch.arange(self._memory.device_pages).view(self._pages_of_each, -1)[:, index]
         self._num_turns += 1
-        turn = Generating(self._num_turns, index, array("I", prompt), array("i", pages.tolist()))
+        turn = GeneratingTurn(
+            self._num_turns, index, array("I", prompt), array("i", pages.tolist())
+        )
         self._started.append(TurnStart(turn.attempt_id, turn.tokens[:], Sampling()))
         return turn
 
@@ -183,7 +185,7 @@ class Bench:
         """Fill all KV with a constant. The time of a step does not depend on the values."""
         self._memory.device_arena.fill_(1)
 
-    def step(self, slices: Sequence[Slice], turns: Sequence[Generating]) -> float:
+    def step(self, slices: Sequence[Slice], turns: Sequence[GeneratingTurn]) -> float:
         """Run a step, append the sampled tokens to their turns, and return its seconds."""
         iteration = Iteration(self._index, tuple(slices), started=tuple(self._started))
         self._started.clear()
@@ -199,14 +201,14 @@ class Bench:
             by_id[sample.attempt_id].tokens.append(sample.token_id)
         return took
 
-    def prefill(self, turns: Sequence[Generating], at_once: int = 512) -> None:
+    def prefill(self, turns: Sequence[GeneratingTurn], at_once: int = 512) -> None:
         for turn in turns:
             end = len(turn.tokens)
             for start in range(0, end, at_once):
                 stop = min(start + at_once, end)
                 self.step([turn.slice(start, stop, stop == end)], [turn])
 
-    def decode(self, turns: Sequence[Generating], *others: Slice) -> float:
+    def decode(self, turns: Sequence[GeneratingTurn], *others: Slice) -> float:
         ones = [turn.slice(len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
         return self.step([*ones, *others], turns)
 
@@ -225,7 +227,7 @@ def measure(
     try:
         with torch.inference_mode():
             prompts = [bench.prompt(context) for _ in range(largest)]
-            turns = _checked(bench, prompts)
+            turns = _checked_turns(bench, prompts)
             num_bytes = weight_bytes_read(model)
             memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
             long = bench.turn(largest, bench.prompt(prompt_tokens + 1))
@@ -259,13 +261,13 @@ def decode_seconds(folder: Path, batch: int, context: int, repeats: int) -> floa
     return statistics.median(times[2:])
 
 
-def _seconds(act: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
-    act()
+    call()
     return time.perf_counter() - began
 
 
-def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Generating]:
+def _checked_turns(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[GeneratingTurn]:
     """Return the turns as a batch, after checking that some of them get the same tokens alone."""
     alone = []
     for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
@@ -323,7 +325,7 @@ class Logits(NamedTuple):
             rows.append(logits.float().clone())
         return cls(torch.cat(rows))
 
-    def against(self, exact: Logits) -> dict[str, float]:
+    def compared_with(self, exact: Logits) -> dict[str, float]:
         """Return how much rounding has changed the logits, compared with the exact logits."""
         got, right = self.rows, exact.rows
         divergence = F.kl_div(
@@ -362,7 +364,7 @@ def plot(rows: Sequence[StepRow], path: Path, facts: Sequence[str]) -> None:
     )
     batches = sorted({row.batch for row in rows})
     panel = sheet.panel("", "turns generating", "time / time to read the weights", swept=batches)
-    panel.level("reading the weights", 1.0)
+    panel.horizontal_line("reading the weights", 1.0)
     for kind, name in (("decode", "generating"), ("mixed", "with a piece of a prompt")):
         some = [row for row in rows if row.kind == kind]
         if some:

@@ -17,7 +17,7 @@ from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, INSTANT, MODELS
 from pensieve.sim.executor import PHASES
-from pensieve.sim.workload import HABITS
+from pensieve.sim.workload import WORKLOAD_PRESETS
 
 if TYPE_CHECKING:
     from pensieve.sim.cost import CostModel, HardwarePreset
@@ -124,7 +124,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
         rows.append(_simulated(setting, point, problems, name, arguments.record))
         _check_read(arguments, problems)
         print(f"{name}: {rows[-1]['turns']:,} turns", file=sys.stderr, flush=True)
-    report.compared(rows)
+    report.add_savings(rows)
     _report(problems)
     refused = max(row["refused"] for row in rows)
     if refused:
@@ -212,11 +212,11 @@ def _points(arguments: argparse.Namespace) -> list[SweepPoint]:
 
 def _tiers(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
     """Return the sizes of the device tier and of the host tier, in tokens."""
-    from pensieve.sim.sweep import Room
+    from pensieve.sim.sweep import TierRoom
 
-    room = Room()
+    room = TierRoom()
     if arguments.cost is None and arguments.hardware != INSTANT:
-        room = Room.of(MODELS[arguments.model], _hardware(arguments))
+        room = TierRoom.of(MODELS[arguments.model], _hardware(arguments))
     devices = [room.device_tokens if each == AUTO else each for each in arguments.device_tokens]
     hosts = [room.host_tokens if each == AUTO else each for each in arguments.host_tokens]
     room.check(devices, arguments.model, f"{arguments.devices} x {arguments.hardware}")
@@ -260,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workload",
-        choices=sorted(HABITS),
+        choices=sorted(WORKLOAD_PRESETS),
         help="draw conversations of this kind instead of reading a trace",
     )
     parser.add_argument(

@@ -44,7 +44,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(
-    settings: Settings, folder: Path, model: LoadedModel, computed_by: Mapping[str, Any]
+    settings: Settings, folder: Path, model: LoadedModel, journal_model: Mapping[str, Any]
 ) -> Costs:
     """Return the costs of the model. Raises ConfigError if the file of PENSIEVE_COST is for another model."""
     if settings.cost is not None:
@@ -65,7 +65,7 @@ def costs_of(
         shape.head_size,
         settings.chunk_tokens,
     )
-    assumed = assumed_for(computed_by, _hardware(model))
+    assumed = assumed_for(journal_model, _hardware(model))
     words = f"costs: estimated from the model's shape: {kept}; {ADVICE}"
     computing = assumed.computing if assumed is not None else SOME_COST
     return Costs(retention, computing, words, *_streaming(settings, model))

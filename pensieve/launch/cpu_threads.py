@@ -21,16 +21,16 @@ from pensieve.config import machine
 # a spin count of 1,000, 1.5 times with 5,000, 3 times with 100,000. On the idle machine, the spin count makes
 # no difference.
 SPIN_COUNT = 1000
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-THREADS = "OMP_NUM_THREADS"
+SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 def prepare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set OpenMP's variables, unless the operator has set them. Call this before torch is imported."""
-    if not any(name in environ for name in WAITING):
+    if not any(name in environ for name in SPIN_VARIABLES):
         environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     quota = machine.cpu_quota()
-    if THREADS not in environ and quota is not None:
+    if THREADS_VARIABLE not in environ and quota is not None:
         allowed = max(int(quota + 0.5), 1)
         if allowed < machine.num_cores():
-            environ[THREADS] = str(allowed)
+            environ[THREADS_VARIABLE] = str(allowed)

@@ -270,7 +270,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
 def _check_objectives(setup: DaemonSetup, daemon: Daemon) -> None:
     """Raise ConfigError if the first engine cannot meet an objective."""
     if (ready := daemon.engine.ready) is not None:
-        smallest = objectives.Smallest(ready.tbt_seconds_min, ready.tbt_source)
+        smallest = objectives.SmallestTbt(ready.tbt_seconds_min, ready.tbt_source)
         objectives.check(setup.resolved.settings.tbt, smallest)
 
 

@@ -28,7 +28,7 @@ from pensieve.engine.ports import Ports, Sink
 from pensieve.errors import ConfigError
 from pensieve.launch.kv_compatibility import KvCompatibility, kv_compatibility
 from pensieve.launch.model_folder import LoadedTexts, Report
-from pensieve.launch.objectives import ESTIMATED, Pages, Smallest, smallest_tbt
+from pensieve.launch.objectives import ESTIMATED, Pages, SmallestTbt, smallest_tbt
 from pensieve.launch.sizing import TierPages, turns_max
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class BuiltEngine:
     computes: Mapping[str, str] = field(
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
-    smallest_tbt: Smallest | None = None  # None: no objective, or too few pages to measure it
+    smallest_tbt: SmallestTbt | None = None  # None: no objective, or too few pages to measure it
     kv_compatibility: KvCompatibility = field(
         default_factory=lambda: KvCompatibility({}, "it runs no model, so it has no KV")
     )
@@ -93,8 +93,8 @@ def build_engine(
         )
         executor, ranks, tiers, checksums = built
         shape = ranks.whole.shape
-        computed_by = _computed_by(settings, folder, ranks)
-        costs = costs_of(settings, folder, ranks.whole, computed_by)
+        journal_model = _journal_model(settings, folder, ranks)
+        costs = costs_of(settings, folder, ranks.whole, journal_model)
         report(costs.in_words)
         report("starting the scheduler")
         configs = EngineConfigs.fitted(
@@ -116,7 +116,7 @@ def build_engine(
             shape.context_max,
             ttft_seconds=settings.ttft,
         )
-        journal = _journal(settings, computed_by, configs, costs.retention)
+        journal = _journal(settings, journal_model, configs, costs.retention)
         is_intact: IsIntact = checksums.is_intact if checksums is not None else trusted
         if journal is not None:
             is_intact = journal.observer.noting(is_intact)
@@ -176,7 +176,7 @@ def build_engine(
     )
 
 
-def _computed_by(settings: Settings, folder: Path, ranks: ModelRanks) -> dict[str, Any]:
+def _journal_model(settings: Settings, folder: Path, ranks: ModelRanks) -> dict[str, Any]:
     """Describe the model and the device, for the journal and for cost predictions."""
     shape = ranks.whole.shape
     return {
@@ -198,7 +198,7 @@ class _OpenJournal(NamedTuple):
 
 def _journal(
     settings: Settings,
-    computed_by: Mapping[str, Any],
+    journal_model: Mapping[str, Any],
     configs: EngineConfigs,
     cost: CostProfile,
 ) -> _OpenJournal | None:
@@ -219,6 +219,6 @@ def _journal(
         configs.scheduler,
         settings.policy,
         cost,
-        computed_by,
+        journal_model,
     )
     return _OpenJournal(observer, file)

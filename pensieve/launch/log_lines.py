@@ -18,7 +18,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-SUBJECTS = ("turn_id", "conversation_id", "tenant")  # attributes of a record that both formats show
+# attributes of a record that both formats show
+ID_ATTRIBUTES = ("turn_id", "conversation_id", "tenant")
 FIGURES = "figures"  # attribute of a record: a dict of further values by name
 LINES_MAX = 10_000
 END_SECONDS = 2.0  # how long to write the queued lines after the daemon has stopped
@@ -96,8 +97,8 @@ def _warning(text: str) -> logging.LogRecord:
 
 
 def _details(record: logging.LogRecord) -> dict[str, Any]:
-    subjects = {name: getattr(record, name) for name in SUBJECTS if hasattr(record, name)}
-    return subjects | getattr(record, FIGURES, {})
+    ids = {name: getattr(record, name) for name in ID_ATTRIBUTES if hasattr(record, name)}
+    return ids | getattr(record, FIGURES, {})
 
 
 class _TextLines(logging.Formatter):

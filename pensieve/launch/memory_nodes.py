@@ -21,7 +21,7 @@ from pathlib import Path
 NODES = Path("/sys/devices/system/node")
 STATUS = Path("/proc/self/status")
 DEFAULT, INTERLEAVE = 0, 3  # policies, as Linux numbers them
-CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy
+SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy
 BITS = ctypes.sizeof(ctypes.c_ulong) * 8
 MASK_WORDS = 1024 // BITS  # Linux supports up to 1024 nodes
 Policy = tuple[int, frozenset[int]]
@@ -51,17 +51,17 @@ def usable_nodes(nodes: Path = NODES, status: Path = STATUS) -> frozenset[int]:
         lines = status.read_text().splitlines()
         allowed = next(line.split()[1] for line in lines if line.startswith("Mems_allowed_list:"))
         own = os.sched_getaffinity(0)
-        with_memory = numbers((nodes / "has_memory").read_text()) & numbers(allowed)
+        with_memory = parsed_numbers((nodes / "has_memory").read_text()) & parsed_numbers(allowed)
         return frozenset(
             node
             for node in with_memory
-            if numbers((nodes / f"node{node}" / "cpulist").read_text()) & own
+            if parsed_numbers((nodes / f"node{node}" / "cpulist").read_text()) & own
         )
     except (AttributeError, OSError, StopIteration, ValueError):
         return frozenset()  # the system does not list its nodes
 
 
-def numbers(text: str) -> frozenset[int]:
+def parsed_numbers(text: str) -> frozenset[int]:
     """Parse a list of numbers in the format of Linux, such as `0-3,8`."""
     found: set[int] = set()
     for part in text.strip().split(","):
@@ -73,7 +73,9 @@ def numbers(text: str) -> frozenset[int]:
 
 def policy() -> Policy:
     mode, mask = ctypes.c_int(), (ctypes.c_ulong * MASK_WORDS)()
-    _call(1, ctypes.byref(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS), None, ctypes.c_ulong(0))
+    _system_call(
+        1, ctypes.byref(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS), None, ctypes.c_ulong(0)
+    )
     nodes = (word * BITS + bit for word in range(MASK_WORDS) for bit in range(BITS))
     return mode.value, frozenset(n for n in nodes if mask[n // BITS] >> n % BITS & 1)
 
@@ -84,12 +86,12 @@ def set_policy(wanted: Policy) -> None:
     mask = (ctypes.c_ulong * MASK_WORDS)()
     for node in nodes:
         mask[node // BITS] |= 1 << node % BITS
-    _call(0, ctypes.c_int(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS))
+    _system_call(0, ctypes.c_int(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS))
 
 
-def _call(which: int, *arguments: object) -> None:
+def _system_call(which: int, *arguments: object) -> None:
     """Make a system call that has no function in the C library."""
-    calls = CALLS.get(platform.machine())
+    calls = SYSTEM_CALLS.get(platform.machine())
     if calls is None:
         raise OSError(0, f"Pensieve does not know the system call's number on {platform.machine()}")
     call = ctypes.CDLL(None, use_errno=True).syscall

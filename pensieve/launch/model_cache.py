@@ -34,30 +34,30 @@ def models_folder() -> Path:
     return Path(base).expanduser() / "pensieve" / "models"
 
 
-def kept(key: str) -> Path | None:
+def cached_folder(key: str) -> Path | None:
     """Return the folder of this key, or None if it does not exist."""
     folder = models_folder() / key
     return folder if folder.is_dir() else None
 
 
-def made_once(key: str, make: Callable[[Path], None], report: Report, check: Check) -> Path:
+def found_or_made(key: str, make: Callable[[Path], None], report: Report, check: Check) -> Path:
     """Return the folder of this key. If it is missing, `make` fills it. `check` may raise to cancel."""
-    if (there := kept(key)) is not None:
-        return there
+    if (existing := cached_folder(key)) is not None:
+        return existing
     folder = models_folder()
-    with _errors_of(folder):
+    with _as_model_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(folder / f"{key}.lock", report, check):
-            if (there := kept(key)) is not None:
-                return there
-            for left in folder.glob(f"{key}.partial-*"):
-                shutil.rmtree(left, ignore_errors=True)
+            if (existing := cached_folder(key)) is not None:
+                return existing
+            for leftover in folder.glob(f"{key}.partial-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             partial = Path(tempfile.mkdtemp(prefix=f"{key}.partial-", dir=folder))
             try:
                 make(partial)
-                _reach_the_disk(*sorted(partial.iterdir()), partial)
+                _sync_all(*sorted(partial.iterdir()), partial)
                 partial.rename(folder / key)
-                _reach_the_disk(folder)
+                _sync_all(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder / key
@@ -75,7 +75,8 @@ def check_room(num_bytes: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def _errors_of(folder: Path) -> Iterator[None]:
+def _as_model_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the operating system as ModelErrors that name the cache."""
     try:
         yield
     except OSError as error:
@@ -106,7 +107,7 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
         yield
 
 
-def _reach_the_disk(*paths: Path) -> None:
+def _sync_all(*paths: Path) -> None:
     # Imported here because the module imports SQLite, which an engine does not need.
     from pensieve.store.durable import sync
 

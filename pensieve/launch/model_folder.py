@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from pensieve.errors import ConfigError, ModelError, UnsupportedModel
 from pensieve.gguf.header import is_gguf
 from pensieve.launch import smollm2
-from pensieve.launch.model_cache import Check, check_room, kept, made_once, models_folder
+from pensieve.launch.model_cache import (
+    Check,
+    cached_folder,
+    check_room,
+    found_or_made,
+    models_folder,
+)
 from pensieve.sampling import DefaultSampling, Sampling, default_sampling
 
 if TYPE_CHECKING:
@@ -87,8 +93,8 @@ def needs_conversion(name: str) -> bool:
     if not name or path.is_dir():
         return False
     if name == smollm2.NAME:
-        return not smollm2.is_kept()
-    return path.is_file() and is_gguf(path) and kept(_key(path)) is None
+        return not smollm2.is_cached()
+    return path.is_file() and is_gguf(path) and cached_folder(_key(path)) is None
 
 
 def _converted(path: Path, report: Report, check: Check) -> Path:
@@ -103,7 +109,7 @@ def _converted(path: Path, report: Report, check: Check) -> Path:
         conversion.write(folder, report, check)
         report(f"the converted model is kept in {models_folder() / _key(path)}")
 
-    return made_once(_key(path), make, report, check)
+    return found_or_made(_key(path), make, report, check)
 
 
 def _key(path: Path) -> str:

@@ -28,13 +28,14 @@ def usable_device(settings: Settings, report: Report) -> torch.device:
 
     With `auto`, return the CPU if the GPU cannot be used.
     """
-    device = _with_kernels(settings, report)
+    device = _device_with_kernels(settings, report)
     if device.type == "cpu" and settings.kv_dtype == "fp8":
         report("warning: --kv-dtype fp8 is meant for GPUs and slow on a CPU")
     return device
 
 
-def _with_kernels(settings: Settings, report: Report) -> torch.device:
+def _device_with_kernels(settings: Settings, report: Report) -> torch.device:
+    """Return the device of the settings; with `auto`, the CPU if the GPU's kernels cannot be prepared."""
     device = chosen_device(settings)
     if device.type != "cuda":
         return device
@@ -143,7 +144,7 @@ def _start_ranks(
 ) -> Leader:
     num_stages, num_shards = settings.pipeline_stages, settings.tensor_parallel
     num_ranks = num_shards * num_stages
-    elsewhere = _elsewhere(settings, folder, device)
+    elsewhere = _remote_ranks(settings, folder, device)
     num_local = num_ranks - (elsewhere.num_ranks if elsewhere is not None else 0)
     if num_shards > 1:
         check_machine(device)
@@ -171,7 +172,7 @@ def _start_ranks(
     return leader
 
 
-def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> RemoteRanks | None:
+def _remote_ranks(settings: Settings, folder: Path, device: torch.device) -> RemoteRanks | None:
     """Describe the ranks on other machines; None if there are none.
 
     By default, these are the ranks of all stages except the last. If there is only one stage, they are all

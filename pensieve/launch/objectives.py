@@ -31,11 +31,11 @@ CONTEXT = 32  # tokens of the generating turn
 NUM_RUNS = 4
 ESTIMATED = "estimated"
 MEASURED = "measured at the start"
-WRITER, READER = 1, 2  # turn ids; both turns end before a client's first turn
+DECODE_TURN, PROMPT_TURN = 1, 2  # attempt ids; both turns end before a client's first turn
 
 
-class Smallest(NamedTuple):
-    """The smallest feasible objective, and the source of this figure."""
+class SmallestTbt(NamedTuple):
+    """The smallest feasible objective for the time between tokens, and the source of this figure."""
 
     seconds: float
     source: str
@@ -50,16 +50,18 @@ class Pages(NamedTuple):
 
 def smallest_tbt(
     cost: IterationCost, source: str, executor: Executor, pages: Pages, now: Callable[[], float]
-) -> Smallest | None:
+) -> SmallestTbt | None:
     """Predict or measure the smallest feasible objective.
 
     Return None if the device tier is too small to measure. `source` is ESTIMATED, or describes for people
     where `cost` comes from. Nothing else may use the executor yet.
     """
     if source != ESTIMATED:
-        return Smallest(cost.iteration_seconds([(CONTEXT, CONTEXT + 1), (0, TOKENS_MIN)]), source)
+        return SmallestTbt(
+            cost.iteration_seconds([(CONTEXT, CONTEXT + 1), (0, TOKENS_MIN)]), source
+        )
     seconds = measured(executor, pages, now)
-    return Smallest(seconds, MEASURED) if seconds is not None else None
+    return SmallestTbt(seconds, MEASURED) if seconds is not None else None
 
 
 def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> float | None:
@@ -69,12 +71,12 @@ def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> floa
         return -(-num_tokens // pages.chunk_tokens)
 
     longest = CONTEXT + NUM_RUNS
-    written = array("i", range(num_of(longest)))
-    read = array("i", range(len(written), len(written) + num_of(TOKENS_MIN)))
-    if len(written) + len(read) > pages.num_pages:
+    decode_pages = array("i", range(num_of(longest)))
+    prompt_pages = array("i", range(len(decode_pages), len(decode_pages) + num_of(TOKENS_MIN)))
+    if len(decode_pages) + len(prompt_pages) > pages.num_pages:
         return None
     log, sampling = array("I", [1] * (CONTEXT + 1)), Sampling(max_tokens=longest, ignore_eos=True)
-    prompt = Slice(READER, 0, TOKENS_MIN, log[:TOKENS_MIN], read)
+    prompt = Slice(PROMPT_TURN, 0, TOKENS_MIN, log[:TOKENS_MIN], prompt_pages)
 
     def run(*slices: Slice, index: int = 0, **rest: Any) -> float:
         began = now()
@@ -82,20 +84,23 @@ def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> floa
         executor.collect()
         return now() - began
 
-    started = (TurnStart(WRITER, log, sampling), TurnStart(READER, log[:TOKENS_MIN], sampling))
-    context = Slice(WRITER, 0, CONTEXT, log[:CONTEXT], written[: num_of(CONTEXT)])
+    started = (
+        TurnStart(DECODE_TURN, log, sampling),
+        TurnStart(PROMPT_TURN, log[:TOKENS_MIN], sampling),
+    )
+    context = Slice(DECODE_TURN, 0, CONTEXT, log[:CONTEXT], decode_pages[: num_of(CONTEXT)])
     run(context, prompt, started=started)
     seconds = []
     for index in range(NUM_RUNS):
         start = CONTEXT + index
-        table = written[: num_of(start + 1)]
-        decode = Slice(WRITER, start, start + 1, log[:1], table, needs_token=True)
+        table = decode_pages[: num_of(start + 1)]
+        decode = Slice(DECODE_TURN, start, start + 1, log[:1], table, needs_token=True)
         seconds.append(run(decode, prompt, index=1 + index))
-    run(prompt, index=1 + NUM_RUNS, ended=(WRITER, READER))
+    run(prompt, index=1 + NUM_RUNS, ended=(DECODE_TURN, PROMPT_TURN))
     return min(seconds)
 
 
-def check(tbt_seconds: float, smallest: Smallest) -> None:
+def check(tbt_seconds: float, smallest: SmallestTbt) -> None:
     """Raise ConfigError if the objective is infeasible."""
     if not 0.0 < tbt_seconds < smallest.seconds:
         return

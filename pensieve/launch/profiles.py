@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pensieve.model.loader import LoadedModel
 
 
-class Key(NamedTuple):
+class ProfileKey(NamedTuple):
     """The model, machine and configuration of a profile."""
 
     name: str  # the name of the model's folder, for people
@@ -53,7 +53,7 @@ def profiles_folder() -> Path:
     return models_folder().parent / "profiles"
 
 
-def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
+def key_of(settings: Settings, folder: Path, model: LoadedModel) -> ProfileKey:
     """Return the key of a model that was loaded with these settings."""
     import torch
 
@@ -80,10 +80,10 @@ def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
         **({"pipeline_stages": stages} if (stages := settings.pipeline_stages) > 1 else {}),
     }
     name = folder.resolve().name
-    return Key(name, measured_with, {"pensieve": __version__, "torch": torch.__version__})
+    return ProfileKey(name, measured_with, {"pensieve": __version__, "torch": torch.__version__})
 
 
-def stored_profile(key: Key) -> StoredProfile | str:
+def stored_profile(key: ProfileKey) -> StoredProfile | str:
     """Return the profile of this key, or the reason why there is none."""
     path = key.path
     if not path.is_file():
@@ -98,21 +98,21 @@ def stored_profile(key: Key) -> StoredProfile | str:
     versions = with_versions.get("versions")
     if versions != key.versions:
         return (
-            f"its profile was measured with {_in_words(versions)}, but this process runs "
-            f"{_in_words(key.versions)}"
+            f"its profile was measured with {_versions_text(versions)}, but this process runs "
+            f"{_versions_text(key.versions)}"
         )
     median = found.errors.get("all", {}).get("median")
     off = f", off by {median:.0%} in the median" if isinstance(median, float) else ""
     return StoredProfile(found.cost, f"{at}{off} ({path})")
 
 
-def _in_words(versions: Any) -> str:
+def _versions_text(versions: Any) -> str:
     if not isinstance(versions, Mapping) or not versions:
         return "unknown versions"
     return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def text_of(key: Key, cost: CostModel, at: str, facts: Mapping[str, Any]) -> str:
+def text_of(key: ProfileKey, cost: CostModel, at: str, facts: Mapping[str, Any]) -> str:
     """Return the content of a profile file for this key. `at` is the date of the measurement."""
     of_machine = {"host": platform.node() or "unknown"}
     measured_with = {**key.measured_with, **of_machine, "versions": key.versions, "at": at}

@@ -50,7 +50,7 @@ from pensieve.model.parallel.rank_messages import RankPipe
 PAUSE_SECONDS_MIN = 0.5
 PAUSE_SECONDS_MAX = 15.0
 STOP_SECONDS = 5.0
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 class LeaderAddress(NamedTuple):
@@ -140,7 +140,7 @@ class RemoteRank:
         ended_at = float("inf")
         while not self._stopping.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(LOOK_SECONDS)
+                return process.wait(POLL_SECONDS)
             now = time.monotonic()
             if connection.poll(0):
                 ended_at = min(ended_at, now)

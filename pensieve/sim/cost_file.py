@@ -21,7 +21,7 @@ from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import Fit
 
 VERSION = 2
-READ = (1, 2)  # version 1 has rates only
+READABLE_VERSIONS = (1, 2)  # version 1 has no points and no chunks
 SECONDS = (
     "dense_seconds_per_token",
     "dense_seconds_min",
@@ -41,7 +41,7 @@ class CostFile(NamedTuple):
     errors: dict[str, Any]  # on held-out iterations, by kind
 
 
-def written(fit: Fit) -> str:
+def fit_text(fit: Fit) -> str:
     """Return the text of a file with the results of a fit."""
     return text_of(
         fit.cost,
@@ -88,8 +88,8 @@ def parsed(text: str) -> CostFile:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(given, dict) or not isinstance(given.get("cost"), dict):
         raise ValueError("is not a file that `pensieve profile` or `pensieve simulate --fit` wrote")
-    if given.get("version") not in READ:
-        known = " and ".join(map(str, READ))
+    if given.get("version") not in READABLE_VERSIONS:
+        known = " and ".join(map(str, READABLE_VERSIONS))
         raise ValueError(f"version {given.get('version')} is unknown; this release reads {known}")
     cost = given["cost"]
     unknown = sorted(set(cost) - {*SECONDS, *COUNTS, *POINTS, "link_bytes_per_second"})
@@ -186,6 +186,6 @@ def load_all(path: Path) -> CostFile:
 def save(fit: Fit, path: Path) -> None:
     """Write a fit to a file that `load` reads."""
     try:
-        path.write_text(written(fit) + "\n", encoding="utf-8")
+        path.write_text(fit_text(fit) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

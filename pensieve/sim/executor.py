@@ -252,8 +252,9 @@ def staged(
     and O. With one group, a load overlaps the attention of the previous layer, because the steps alternate
     between the arenas.
 
-    A layer also waits for its swap-ins. Swap-ins of layer l (from 0) arrive at `first + l * each`. The
-    swap-ins began earlier, so the loads follow all swap-ins on the link.
+    A layer also waits for its swap-ins. The swap-ins of layer l (from 0) arrive at
+    `arrivals.first + l * arrivals.per_layer`. They began earlier, so the loads follow all swap-ins on the
+    link.
     """
     compute, inward = begun, max(begun, links.inward)
     arenas = list(links.arenas)

@@ -42,7 +42,7 @@ ITERATIONS_MIN = 40
 STEPS = 24  # tried values of n and of r
 ROUNDS = 8  # rounds of reweighting; later rounds search closer to the best n and r
 # A number counts as found if leaving it out raises the sum of squares by this many times the mean square.
-CLEARLY = 12.0
+SIGNIFICANCE = 12.0
 SPREAD_MIN = 0.001  # relative; no clock or machine is more exact
 GROUP_WEIGHT_MAX = 20.0
 
@@ -203,25 +203,26 @@ def fit_compute(
         weights = _weights(groups, best, 8.0 if turn < 3 else 4.685)
         best = _best(rows, weights, ns, rs)
         if turn >= 2:
-            ns, rs = _closer(ns, best.n), _closer(rs, best.r)
+            ns, rs = _finer_steps(ns, best.n), _finer_steps(rs, best.r)
 
-    bar = best.squares * (1 + CLEARLY / len(rows)) + 1e-9
+    bar = best.squares * (1 + SIGNIFICANCE / len(rows)) + 1e-9
 
-    def matters(ns: Iterable[float], rs: Iterable[float], without: str = "") -> bool:
+    def is_worse(ns: Iterable[float], rs: Iterable[float], without: str = "") -> bool:
+        """Return whether the fit is clearly worse with only these n and r, or without this number."""
         return _best(rows, weights, ns, rs, without).squares > bar
 
     some_n, some_r = sorted({least_n, *ns, most_n}), sorted({least_r, *rs, most_r})
-    attends = matters(some_n, [best.r], "attention")
-    grows = matters([most_n], some_r)
-    has_overhead = grows and matters(some_n, some_r, "overhead")
+    attends = is_worse(some_n, [best.r], "attention")
+    grows = is_worse([most_n], some_r)
+    has_overhead = grows and is_worse(some_n, some_r, "overhead")
     if not (grows and has_overhead and attends):
         # Fit again without the numbers that were not found, so that the other numbers explain all the time.
         without = "" if has_overhead else "overhead"
         ns = some_n if grows else [most_n]
         best = _best(rows, weights, ns, some_r, without if attends else f"{without} attention")
-    has_floor = not grows or matters([least_n], some_r, "" if has_overhead else "overhead")
-    by_pair = attends and matters([best.n], [most_r]) if least_r < most_r else False
-    by_key = attends and (not by_pair or matters([best.n], [least_r]))
+    has_floor = not grows or is_worse([least_n], some_r, "" if has_overhead else "overhead")
+    by_pair = attends and is_worse([best.n], [most_r]) if least_r < most_r else False
+    by_key = attends and (not by_pair or is_worse([best.n], [least_r]))
 
     floor, attention = best.dense * best.n, best.attention if attends else math.inf
     scale = _ratio(best.dense, assumed.dense_seconds_per_token) if grows else 0.0
@@ -303,7 +304,7 @@ def _steps(values: Sequence[float]) -> list[float]:
     return [least, *(least * ratio**i for i in range(1, STEPS - 1)), most]
 
 
-def _closer(steps: list[float], at: float) -> list[float]:
+def _finer_steps(steps: list[float], at: float) -> list[float]:
     """Return finer steps between the neighbours of one step."""
     index = steps.index(at)
     low, high = steps[max(index - 1, 0)], steps[min(index + 1, len(steps) - 1)]

@@ -23,7 +23,7 @@ from pensieve.sim.least_squares import nonnegative
 from pensieve.sim.observed import Observation
 
 ROUNDS = 6
-OUTSIDE = 0.05  # relative error above which an observation counts less
+OUTLIER_ERROR = 0.05  # relative error above which an observation counts less
 
 
 def fit_points(rows: Sequence[Observation], model: CostModel) -> CostModel:
@@ -52,7 +52,7 @@ def fit_points(rows: Sequence[Observation], model: CostModel) -> CostModel:
             predicted = sum(x * each for x, each in zip(found, column, strict=True))
             error = abs(predicted / row.seconds - 1)
             weights.append(
-                min(OUTSIDE / error, 1.0) / row.seconds**2 if error else 1 / row.seconds**2
+                min(OUTLIER_ERROR / error, 1.0) / row.seconds**2 if error else 1 / row.seconds**2
             )
     used = [any(column[i] for column in columns) for i in range(len(found))]
     dense = [(count, found[i]) for i, count in enumerate(tokens) if used[i]]
@@ -139,7 +139,7 @@ def chunk_profile(
     reading, computing = cost.attention_seconds_per_key, cost.attention_seconds_per_pair
     pairs = chunk_tokens * first + chunk_tokens * (chunk_tokens + 1) // 2
     base = measured[first] - reading * (first + chunk_tokens) - computing * pairs
-    rising = _rising([max(measured[context] - base, 0.0) for context in contexts])
+    rising = _nondecreasing([max(measured[context] - base, 0.0) for context in contexts])
     most, most_seconds = cost.dense_points[-1]
     return CostProfile.measured_at(
         dict(zip(contexts, rising, strict=True)),
@@ -148,7 +148,7 @@ def chunk_profile(
     )
 
 
-def _rising(values: Sequence[float]) -> list[float]:
+def _nondecreasing(values: Sequence[float]) -> list[float]:
     """Return the nearest values that never decrease."""
     means = list[tuple[float, int]]()
     for value in values:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pensieve.core.streaming import solved
 
 RIDGE = 1e-12  # relative; lets proportional columns share what they explain
-PROMISE_MIN = 1e-9  # relative to the largest target; a smaller improvement is only rounding
+IMPROVEMENT_MIN = 1e-9  # relative to the largest target; a smaller improvement is only rounding
 
 
 def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
@@ -24,7 +24,7 @@ def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -
         for i, row in enumerate(products)
     ]
     found, chosen = [0.0] * len(right), list[int]()
-    promising = PROMISE_MIN * max(map(abs, right), default=0.0)
+    promising = IMPROVEMENT_MIN * max(map(abs, right), default=0.0)
     for _ in range(3 * len(right)):
         promises = {
             i: right[i] - sum(matrix[i][j] * found[j] for j in chosen)

@@ -60,7 +60,7 @@ def figures(policy: str, counts: SimulationFigures) -> dict[str, Any]:
     }
 
 
-def compared(rows: Sequence[dict[str, Any]]) -> None:
+def add_savings(rows: Sequence[dict[str, Any]]) -> None:
     """Add to each row how its recompute cost differs from the cost of `lru` in the same setting."""
     bases = {_setting(row): row["recompute_cost"] for row in rows if row["policy"] == "lru"}
     for row in rows:

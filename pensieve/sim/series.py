@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 BINS = 256
 CLASS_RATIO = 1.005
 CLASSES_PER_E = 1 / math.log(CLASS_RATIO)
-NOTHING = -(1 << 30)  # the class of values of zero or less
+NOT_POSITIVE = -(1 << 30)  # the class of values of zero or less
 
 
 class Series:
@@ -71,7 +71,7 @@ class Distribution:
     def add(self, value: float, times: int = 1) -> None:
         self.count += times
         self.total += value * times
-        index = math.floor(math.log(value) * CLASSES_PER_E) if value > 0 else NOTHING
+        index = math.floor(math.log(value) * CLASSES_PER_E) if value > 0 else NOT_POSITIVE
         self.classes[index] = self.classes.get(index, 0) + times
 
     def quantile(self, share: float) -> float | None:
@@ -80,5 +80,5 @@ class Distribution:
         for index in sorted(self.classes):
             left -= self.classes[index]
             if left < 0:
-                return 0.0 if index == NOTHING else CLASS_RATIO ** (index + 0.5)
+                return 0.0 if index == NOT_POSITIVE else CLASS_RATIO ** (index + 0.5)
         return None

@@ -121,7 +121,7 @@ class Simulator:
         self.series = Series(SERIES) if keep_series else None
         self._conversations: dict[str, _Conversation] = {}
         self._source: Iterator[Arrival] = iter(())
-        self._ahead: Arrival | None = None  # the next arrival of the source
+        self._next_arrival: Arrival | None = None  # the next arrival of the trace
         self._due: list[tuple[float, int, Arrival]] = []
         self._num_due = 0
         # By turn id: the conversation, the arrival, and when the message arrived.
@@ -145,7 +145,7 @@ class Simulator:
 
     def begin(self, arrivals: Iterable[Arrival]) -> None:
         self._source = iter(arrivals)
-        self._ahead = next(self._source, None)
+        self._next_arrival = next(self._source, None)
 
     def advance(self) -> bool:
         """Run one engine step, or move to the next event; return False at the end."""
@@ -156,17 +156,19 @@ class Simulator:
         if self._free_until and now >= self._free_until:
             self.executor.use_costs(self._cost)
             self._free_until = 0.0
-        while self._ahead is not None and (self._ahead.at is None or self._ahead.at <= now):
-            self._arrive(self._ahead)
-            self._ahead = next(self._source, None)
+        while self._next_arrival is not None and (
+            self._next_arrival.at is None or self._next_arrival.at <= now
+        ):
+            self._arrive(self._next_arrival)
+            self._next_arrival = next(self._source, None)
         while self._due and self._due[0][0] <= now:
             due, _, arrival = heapq.heappop(self._due)
             self._submit(arrival, due)
         if self.engine.step():
             return True
         moments = [self._due[0][0]] if self._due else []
-        if self._ahead is not None and self._ahead.at is not None:
-            moments.append(self._ahead.at)
+        if self._next_arrival is not None and self._next_arrival.at is not None:
+            moments.append(self._next_arrival.at)
         if not moments:
             return self._end()
         moments += [each for each in (self._until, self._free_until) if each]

@@ -1,7 +1,7 @@
 """Simulate one load with all combinations of policies, rates and tier sizes.
 
-A `SweepPoint` is one combination. `SweepSettings` are common to all points. The machine limits the tiers
-(`Room`). Errors name the option with the invalid value.
+A `SweepPoint` is one combination. `SweepSettings` are common to all points. The machine limits the sizes
+of the tiers (`TierRoom`). Errors name the option with the invalid value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pensieve.sim.cost import (
 )
 from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival, Problems, from_zero, lines_of, read
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 
 DEVICE_TOKENS_MIN = 4 * CHUNK_TOKENS
 DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # default sizes if no machine limits them
@@ -62,7 +62,7 @@ def points(
 
 
 @dataclass(frozen=True)
-class Room:
+class TierRoom:
     """The default tier sizes in tokens of KV, and the largest device tier."""
 
     device_tokens: int = DEVICE_TOKENS
@@ -70,7 +70,7 @@ class Room:
     device_tokens_max: int | None = None  # None: no limit
 
     @classmethod
-    def of(cls, model: ModelPreset, hardware: HardwarePreset) -> Room:
+    def of(cls, model: ModelPreset, hardware: HardwarePreset) -> TierRoom:
         """Return the tokens of KV that fit next to a model's weights on a machine."""
         device = device_tokens_of(model, hardware)
         if device < DEVICE_TOKENS_MIN:
@@ -110,7 +110,7 @@ class Source:
         if self.workload is None:
             return from_zero(read(lines_of(self.traces, problems), problems))
         return drawn(
-            HABITS[self.workload],
+            WORKLOAD_PRESETS[self.workload],
             rate,
             self.seconds,
             seed,
@@ -176,7 +176,7 @@ def recorded(
 ) -> Iterator[None]:
     """Append the actions of this simulator's engine to the journal at `path`, inside the block."""
     cost, scheduler = setting.cost, simulator.scheduler
-    computed_by = {
+    journal_model = {
         "name": cost.source,
         "device": "simulated",
         "layers": cost.layers,
@@ -195,7 +195,7 @@ def recorded(
                 scheduler.config,
                 point.policy,
                 setting.recompute,
-                computed_by,
+                journal_model,
             )
         )
         yield

@@ -15,13 +15,13 @@ from pensieve.sim.trace import Arrival
 
 
 @dataclass(frozen=True)
-class Habits:
-    """The distributions of a kind of conversation.
+class WorkloadPreset:
+    """The distributions from which a kind of conversation is drawn.
 
     Without a spread, a length is exponential around its mean, and the number of turns is geometric. With a
     spread, a length is log-normal around its median, and the number of turns is log-normal with the given
-    mean. Alternatively, `returns` has the probabilities of another turn after the first, the second, and so
-    on.
+    mean. Alternatively, `continue_probabilities` has the probabilities of another turn after the first turn,
+    after the second, and so on.
     """
 
     turns_mean: float
@@ -34,7 +34,7 @@ class Habits:
     output_spread: float = 0.0
     first_input_tokens: float = 0.0  # length of the first message, if different
     reaction_spread: float = 0.0  # above 0: log-normal around the same mean, not exponential
-    returns: tuple[float, ...] = ()  # the last value holds for all later turns
+    continue_probabilities: tuple[float, ...] = ()  # the last value holds for all later turns
 
     def turns_from(self, least: int) -> float:
         """Return the mean number of turns of conversations with at least `least` turns."""
@@ -59,10 +59,10 @@ class Habits:
 #                 and 371 tokens
 #   first-rounds  ShareGPT's first messages and replies, up to OPT's context, with the means of vLLM's paper,
 #                 161 and 338 tokens; the spread is assumed (3 % would exceed the context)
-HABITS = {
-    "sharegpt": Habits(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
-    "requests": Habits(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),
-    "assistant": Habits(
+WORKLOAD_PRESETS = {
+    "sharegpt": WorkloadPreset(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
+    "requests": WorkloadPreset(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),
+    "assistant": WorkloadPreset(
         turns_mean=1.46,
         input_tokens=900.0,
         output_tokens=343.0,
@@ -71,16 +71,16 @@ HABITS = {
         input_spread=1.1,
         first_input_tokens=7000.0,
         reaction_spread=1.03,
-        returns=(0.25, 0.39, 0.49, 0.55, 0.61),
+        continue_probabilities=(0.25, 0.39, 0.49, 0.55, 0.61),
     ),
-    "agents": Habits(33.0, 2242.0, 17.0, 5.2, 100_000),
-    "documents": Habits(1.0, 7400.0, 208.0, 60.0, 16_384, 0.0, 0.55, 0.45),
-    "first-rounds": Habits(1.0, 70.0, 240.0, 60.0, 2_048, 0.0, 1.5, 0.95),
+    "agents": WorkloadPreset(33.0, 2242.0, 17.0, 5.2, 100_000),
+    "documents": WorkloadPreset(1.0, 7400.0, 208.0, 60.0, 16_384, 0.0, 0.55, 0.45),
+    "first-rounds": WorkloadPreset(1.0, 70.0, 240.0, 60.0, 2_048, 0.0, 1.5, 0.95),
 }
 
 
 def drawn(
-    habits: Habits,
+    preset: WorkloadPreset,
     conversations_per_second: float,
     seconds: float,
     seed: int = 0,
@@ -90,39 +90,39 @@ def drawn(
 ) -> Iterator[Arrival]:
     """Draw conversations that arrive at random; each later turn follows a random time after a reply."""
     draw = random.Random(seed)
-    reaction = habits.reaction_seconds if reaction_seconds is None else reaction_seconds
+    reaction = preset.reaction_seconds if reaction_seconds is None else reaction_seconds
     now, number = 0.0, 0
     while (now := now + draw.expovariate(conversations_per_second)) < seconds:
         number += 1
-        turns = _turns(draw, habits)
+        turns = _turns(draw, preset)
         if turns < turns_min:
             continue
         length = 0
         for turn in range(turns):
-            around = habits.input_tokens
-            if turn == 0 and habits.first_input_tokens:
-                around = habits.first_input_tokens
-            inputs = _length(draw, around, habits.input_spread)
-            outputs = _length(draw, habits.output_tokens, habits.output_spread)
+            around = preset.input_tokens
+            if turn == 0 and preset.first_input_tokens:
+                around = preset.first_input_tokens
+            inputs = _length(draw, around, preset.input_spread)
+            outputs = _length(draw, preset.output_tokens, preset.output_spread)
             length += inputs + outputs
-            if length >= habits.context_max:
+            if length >= preset.context_max:
                 break
-            wait = _reaction(draw, reaction, habits.reaction_spread)
+            wait = _reaction(draw, reaction, preset.reaction_spread)
             yield Arrival(f"d{number}", now if turn == 0 else None, inputs, outputs, wait)
 
 
-def _turns(draw: random.Random, habits: Habits) -> int:
-    if habits.returns:
+def _turns(draw: random.Random, preset: WorkloadPreset) -> int:
+    if probabilities := preset.continue_probabilities:
         turns = 1
-        while draw.random() < habits.returns[min(turns, len(habits.returns)) - 1]:
+        while draw.random() < probabilities[min(turns, len(probabilities)) - 1]:
             turns += 1
         return turns
-    if habits.turns_mean <= 1:
+    if preset.turns_mean <= 1:
         return 1
-    if not habits.turns_spread:
-        return 1 + int(draw.expovariate(math.log1p(1 / (habits.turns_mean - 1))))
-    spread = habits.turns_spread  # rounding up adds a half on average
-    return math.ceil(draw.lognormvariate(math.log(habits.turns_mean - 0.5) - spread**2 / 2, spread))
+    if not preset.turns_spread:
+        return 1 + int(draw.expovariate(math.log1p(1 / (preset.turns_mean - 1))))
+    spread = preset.turns_spread  # rounding up adds a half on average
+    return math.ceil(draw.lognormvariate(math.log(preset.turns_mean - 0.5) - spread**2 / 2, spread))
 
 
 def _reaction(draw: random.Random, mean: float, spread: float) -> float:

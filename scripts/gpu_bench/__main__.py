@@ -87,7 +87,7 @@ def main(given: list[str] | None = None) -> int:
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         run = Run(folder, device, arguments.minutes * 60, log)
         run.stages([stage for stage in stages if stage.number in arguments.stages])
-        run.say(f"results are in {folder}")
+        run.print_line(f"results are in {folder}")
     return 1 if run.failed else 0
 
 
@@ -112,7 +112,7 @@ class Run:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOADED])
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         print(line, flush=True)
         self._log.write(line + "\n")
         self._log.flush()
@@ -123,9 +123,9 @@ class Run:
             left = self._ends - time.monotonic()
             if left < stage.minutes * 60 / 2:
                 minutes = f"only {left / 60:.1f} of its {stage.minutes} minutes are left"
-                self.say(f"stage {stage.number} is skipped: {minutes}")
+                self.print_line(f"stage {stage.number} is skipped: {minutes}")
                 continue
-            self.say(f"\n== {stage.number}: {stage.title} (about {stage.minutes} minutes)")
+            self.print_line(f"\n== {stage.number}: {stage.title} (about {stage.minutes} minutes)")
             examined = True
             means = self._decide(stage.number, stage.steps)
             while means.choices and means.choices not in self._choices:
@@ -137,7 +137,7 @@ class Run:
                 return
         if not examined:
             self.failed.append("all")
-            self.say("nothing was examined")
+            self.print_line("nothing was examined")
 
     def _decide(self, number: int, steps: Sequence[Step]) -> Consequences:
         """Run these steps of a stage, and print what their figures decide."""
@@ -147,7 +147,7 @@ class Run:
         found = figures_of(self._folder)[first:]
         with (self._folder / "decisions.txt").open("a", encoding="utf-8") as file:
             for sentence in decisions(number, found, [step.section for step in steps]):
-                self.say(f"  -> {sentence}")
+                self.print_line(f"  -> {sentence}")
                 file.write(f"{number}: {sentence}\n")
         return after(number, found)
 
@@ -156,7 +156,7 @@ class Run:
         left = self._ends - time.monotonic()
         limit = min(float(step.seconds), left)
         if left < LEAST_SECONDS:
-            self.say(f"{step.section:10} skipped: no time left")
+            self.print_line(f"{step.section:10} skipped: no time left")
             return
         given = os.environ.get(choices.VARIABLE, "")
         chosen = ",".join(filter(None, [given, step.choices, *self._choices]))
@@ -179,7 +179,7 @@ class Run:
         try:
             with os.fdopen(os.dup(reads.fileno()), encoding="utf-8", errors="replace") as lines:
                 for line in lines:
-                    self.say(line.rstrip("\n"))
+                    self.print_line(line.rstrip("\n"))
             process.join()
         finally:
             timer.cancel()
@@ -196,12 +196,12 @@ class Run:
             self._note(step, f"FAILED: its process ended with status {process.exitcode}")
         elif process.exitcode:
             self.failed.append(step.section)
-        self.say(f"{'':10} ({time.monotonic() - began:.0f} s)")
+        self.print_line(f"{'':10} ({time.monotonic() - began:.0f} s)")
 
     def _note(self, step: Step, line: str) -> None:
         """Record a failure that the process itself could not report."""
         self.failed.append(step.section)
-        self.say(f"{step.section:10} {line}")
+        self.print_line(f"{step.section:10} {line}")
         reported = {"section": step.section, "small": step.small, "line": line, "failed": True}
         with (self._folder / FIGURES).open("a", encoding="utf-8") as out:
             out.write(json.dumps(reported) + "\n")

@@ -140,7 +140,10 @@ def section_swap(bench: Bench) -> None:
         if ways["scattered"].pieces is not None:
             ways["scattered, by the kernel"] = memory.prepared(moves)
         for name, ready in ways.items():
-            with bench.noting("swap", f"{direction}, {name}"), _stream_of_its_own(bench.device):
+            with (
+                bench.reporting_failure("swap", f"{direction}, {name}"),
+                _stream_of_its_own(bench.device),
+            ):
                 rate = pages * memory.page_bytes / copied(bench, direction, memory, ready)
                 bus = bench.bus[direction] if bench.bus else None
                 share, words = share_of(rate, bus, "one large copy")

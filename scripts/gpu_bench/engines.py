@@ -44,16 +44,16 @@ from scripts.gpu_bench.harness import Bench
 from scripts.gpu_bench.model import (
     ENGINES,
     GREEDY,
-    Conversations,
+    ConversationDriver,
     EngineKind,
     EngineShape,
-    Talk,
+    ScriptedConversation,
+    drawn_conversations,
     engine_of,
     executor_of,
     in_fp8,
     random_model,
     serve,
-    talks,
 )
 
 OPTIONS = {
@@ -81,7 +81,7 @@ def section_iteration(bench: Bench) -> None:
             bench.report("iteration", f"{kind}: skipped, its kernels are wrong", left_out=kind)
             continue
         of_kind = in_fp8(model) if kind.endswith("fp8") else model
-        with bench.noting("iteration", kind, kind=kind), ExitStack() as ends:
+        with bench.reporting_failure("iteration", kind, kind=kind), ExitStack() as ends:
             executor = executor_of(
                 *(of_kind, bench.device, num_pages, 0, turns_max), graphs=graphs, filled=True
             )
@@ -159,7 +159,7 @@ def section_sampler(bench: Bench) -> None:
         cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], by_sorting))
     for kind, sampling, each in cases:
         turns = [Row(TurnLog(sampling, context, 3, turn), 3) for turn in range(rows)]
-        with bench.noting("sampler", kind, kind=kind):
+        with bench.reporting_failure("sampler", kind, kind=kind):
             times = []
             for _ in range(10):
                 began = time.perf_counter()
@@ -242,7 +242,7 @@ def section_exactness(bench: Bench) -> None:
     Therefore, all tokens are compared with the logits of the plain model, not with the other reply.
     """
     model = random_model(bench.device, bench.small)
-    replies: dict[str, list[Talk]] = {}
+    replies: dict[str, list[ScriptedConversation]] = {}
     recomputed = 0
     for name in ROOMS:
         replies[name], recomputed = _played(bench, model, name)
@@ -265,7 +265,7 @@ def section_exactness(bench: Bench) -> None:
         recomputed=recomputed,
     )
     if bench.small:
-        with bench.noting("exactness", "KV in fp8"):
+        with bench.reporting_failure("exactness", "KV in fp8"):
             _with_fp8(bench, model, right)
 
 
@@ -284,15 +284,15 @@ def _with_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
     bench.report("exactness", line, fp8_tokens=count)
 
 
-def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], int]:
+def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[ScriptedConversation], int]:
     """Run the conversations; return them with replies, and the number of recomputed history tokens."""
     turns_max, budget = 8, 128
     pages = ROOMS[name]
     draw = random.Random(3)
     executor = executor_of(model, bench.device, *pages, turns_max)
-    people = Conversations(False, time.perf_counter())
+    driver = ConversationDriver(False, time.perf_counter())
     shape = EngineShape(*pages, budget, turns_max)
-    engine = engine_of(model, executor, EngineKind(name), shape, people)
+    engine = engine_of(model, executor, EngineKind(name), shape, driver)
     talks = []
     common = array("I", draw.choices(range(3, model.shape.vocab_size), k=3 * PAGE))
     for index in range(12):
@@ -303,16 +303,16 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], in
         ]
         if index % 3:  # these share whole pages and a part of one
             messages[0] = common[: draw.randint(PAGE, 3 * PAGE)] + messages[0]
-        talks.append(Talk(f"c{index}", messages, outputs, [0.0] * 4))
-        people.add(0.0, talks[-1])
+        talks.append(ScriptedConversation(f"c{index}", messages, outputs, [0.0] * 4))
+        driver.add(0.0, talks[-1])
     while True:
-        people.speak(math.inf)
-        if not engine.step() and people.next_at == math.inf:
+        driver.send_due(math.inf)
+        if not engine.step() and driver.next_at == math.inf:
             break
     executor.close()
-    if people.failures:
-        raise PensieveError(f"{people.failures} turns failed")
-    if not people.num_shared:
+    if driver.failures:
+        raise PensieveError(f"{driver.failures} turns failed")
+    if not driver.num_shared:
         raise PensieveError("no conversation has found the KV of another")
     recomputed = engine.scheduler.counters.recomputed_tokens
     if name == "pressure" and not recomputed:
@@ -321,7 +321,10 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], in
 
 
 def wrong_tokens(
-    model: LoadedModel, device: torch.device, conversations: Sequence[Talk], gap_max: float
+    model: LoadedModel,
+    device: torch.device,
+    conversations: Sequence[ScriptedConversation],
+    gap_max: float,
 ) -> int:
     """Count reply tokens whose logit, given all tokens before them, is far below the largest."""
     model.flat.module.set_attn_implementation("sdpa")
@@ -361,26 +364,26 @@ def section_load(bench: Bench) -> None:
     for rate in rates:
         for kind in ENGINES:
             vocab_size = model.shape.vocab_size
-            arrivals = talks(rate, seconds, reaction, vocab_size, int(rate * 10))
+            arrivals = drawn_conversations(rate, seconds, reaction, vocab_size, int(rate * 10))
             if small:
                 for _, talk in arrivals:
                     talk.outputs = [min(each, 12) for each in talk.outputs]
-            people, lasted = serve(
+            driver, lasted = serve(
                 model, executor, kind, shape, arrivals, seconds, max(seconds / 3, 2.0)
             )
             what = f"{rate:g} conversations/s, {kind.name}"
-            with bench.noting("load", what):
-                if people.failures or not people.latencies:
-                    failed, ended = people.failures, len(people.latencies)
+            with bench.reporting_failure("load", what):
+                if driver.failures or not driver.latencies:
+                    failed, ended = driver.failures, len(driver.latencies)
                     raise PensieveError(f"{failed} turns failed, {ended} ended")
-                ordered = sorted(people.latencies)
+                ordered = sorted(driver.latencies)
                 p90 = ordered[int(0.9 * (len(ordered) - 1))]
-                throughput = people.output_tokens / lasted
+                throughput = driver.output_tokens / lasted
                 found.setdefault(kind.name, []).append((p90, throughput))
                 bench.report(
                     "load",
                     f"{what}: {throughput:.0f} tokens/s, P90 {p90 * 1e3:.1f} ms a token, "
-                    f"{len(ordered)} turns, {people.num_cut} cut off at the end",
+                    f"{len(ordered)} turns, {driver.num_cut} cut off at the end",
                     rate=rate,
                     kind=kind.name,
                     throughput=throughput,

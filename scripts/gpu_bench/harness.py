@@ -76,7 +76,7 @@ class Bench:
         self.out.flush()
 
     @contextmanager
-    def noting(self, section: str, what: str, **figures: Any) -> Iterator[None]:
+    def reporting_failure(self, section: str, what: str, **figures: Any) -> Iterator[None]:
         """Report a failure inside the block and continue after the block.
 
         If the device stays in an error state, end the section instead, because all else would fail, too.

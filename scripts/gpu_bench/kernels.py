@@ -77,7 +77,9 @@ def section_kernels(bench: Bench) -> None:
     if device.type == "cuda":
         checks |= {"draw": _check_draw, "fused": _check_fused}
     checks["fp8"] = partial(_check_fp8, small=bench.small)
-    with_rest = {kind: partial(bench.noting, "kernels", kind, kind=kind) for kind in OPTIONAL}
+    with_rest = {
+        kind: partial(bench.reporting_failure, "kernels", kind, kind=kind) for kind in OPTIONAL
+    }
     for kind, check_it in checks.items():
         if kind == "draw" and not choices.current.radix:
             bench.report("kernels", "draw: skipped, tokens are drawn by sorting", kind=kind)
@@ -251,7 +253,7 @@ def section_attention(bench: Bench) -> None:
                 for context in contexts:
                     sizes = (batch, 8, context, heads, kv_heads, head_size)
                     what = "batch {}, {} queries, context {}, {}/{} x {}".format(*sizes)
-                    with bench.noting("attention", what):
+                    with bench.reporting_failure("attention", what):
                         ratio = _against_torch(bench, what, *sizes)
                         ratios.setdefault(f"{heads}/{kv_heads}", []).append(ratio)
     for name, each in ratios.items():
@@ -313,12 +315,12 @@ def section_decode(bench: Bench) -> None:
     found: list[Timed] = []
     for batch, context in [(2, 300)] if bench.small else shapes:
         what = f"batch {batch}, context {context}, 32/8 x 128"
-        with bench.noting("decode", what):
+        with bench.reporting_failure("decode", what):
             found.append(_decode(bench, what, batch, context))
     for batch in (3,) if bench.small else (32, 8):
         front, own = (6, 40) if bench.small else (64, 128)
         what = f"batch {batch}, {front * PAGE:,} shared and {own} own, 32/8 x 128"
-        with bench.noting("decode", what):
+        with bench.reporting_failure("decode", what):
             _decode_shared(bench, what, batch, front, own)
     _with_fp8(bench, "decode", found)
 
@@ -365,7 +367,7 @@ def section_prefill(bench: Bench) -> None:
     found: list[Timed] = []
     for start, length, batch in [(100, 70, 1), (0, 100, 1)] if bench.small else shapes:
         what = f"{batch} x {length} queries over {start + length}"
-        with bench.noting("prefill", what):
+        with bench.reporting_failure("prefill", what):
             found.append(_prefill(bench, what, start, length, batch))
     _with_fp8(bench, "prefill", found)
 
@@ -386,7 +388,7 @@ def _prefill(bench: Bench, what: str, start: int, length: int, batch: int) -> Ti
         seconds=seconds,
         share=share,
     )
-    with bench.noting("prefill", f"{what}, torch"):
+    with bench.reporting_failure("prefill", f"{what}, torch"):
         ways = usable(
             baselines(one.query.view(batch, length, heads, head_size), *one.contiguous()),
             right,
@@ -407,7 +409,7 @@ def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
         if "fp8" in bench.wrong:
             bench.report(section, f"{name}: skipped, its kernels are wrong")
             continue
-        with bench.noting(section, name):
+        with bench.reporting_failure(section, name):
             inputs = [
                 Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, seed, fp8=True)
                 for seed in range(copies)

@@ -160,7 +160,7 @@ TURNS_MEAN, INPUT_MEAN, OUTPUT_MEAN = 5.56, 37.8, 204.6
 
 
 @dataclass
-class Talk:
+class ScriptedConversation:
     """A conversation: the messages that its user will send, and its tokens so far."""
 
     name: str
@@ -172,12 +172,12 @@ class Talk:
     turn: int = 0
 
 
-def talks(
+def drawn_conversations(
     rate: float, seconds: float, reaction: float, vocab_size: int, seed: int
-) -> list[tuple[float, Talk]]:
+) -> list[tuple[float, ScriptedConversation]]:
     """Draw (arrival, conversation) pairs with the mean lengths of ShareGPT."""
     draw = random.Random(seed)
-    found: list[tuple[float, Talk]] = []
+    found: list[tuple[float, ScriptedConversation]] = []
     now = 0.0
     while (now := now + draw.expovariate(rate)) < seconds:
         count = 1 + min(int(draw.expovariate(1 / (TURNS_MEAN - 0.5))), 40)
@@ -185,7 +185,9 @@ def talks(
         outputs = [1 + min(int(draw.expovariate(1 / OUTPUT_MEAN)), 1024) for _ in range(count)]
         reactions = [draw.expovariate(1 / reaction) for _ in range(count)]
         messages = [array("I", draw.choices(range(3, vocab_size), k=each)) for each in inputs]
-        found.append((now, Talk(f"{seed}-{len(found)}", messages, outputs, reactions)))
+        found.append(
+            (now, ScriptedConversation(f"{seed}-{len(found)}", messages, outputs, reactions))
+        )
     return found
 
 
@@ -205,16 +207,16 @@ ENGINES = (
 )
 
 
-class Conversations:
+class ConversationDriver:
     """Send each message at its time, and record the times of the replies."""
 
     def __init__(self, stateless: bool, began: float) -> None:
         self.mailbox = Mailbox()
         self._stateless = stateless
         self._began = began
-        self._due: list[tuple[float, int, Talk]] = []
-        # Talk, submission time, output tokens.
-        self._running: dict[int, tuple[Talk, float, int]] = {}
+        self._due: list[tuple[float, int, ScriptedConversation]] = []
+        # ScriptedConversation, submission time, output tokens.
+        self._running: dict[int, tuple[ScriptedConversation, float, int]] = {}
         self._num_turns = 0
         self.latencies: list[float] = []  # normalized, of completed turns
         self.output_tokens = 0
@@ -228,7 +230,7 @@ class Conversations:
         for number, (talk, _, _) in self._running.items():
             self.mailbox.put(CancelTurn(number, len(talk.tokens)))
 
-    def add(self, at: float, talk: Talk) -> None:
+    def add(self, at: float, talk: ScriptedConversation) -> None:
         self._num_turns += 1
         heapq.heappush(self._due, (self._began + at, self._num_turns, talk))
 
@@ -236,7 +238,7 @@ class Conversations:
     def next_at(self) -> float:
         return self._due[0][0] if self._due else math.inf
 
-    def speak(self, now: float) -> None:
+    def send_due(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
             _, number, talk = heapq.heappop(self._due)
             history = len(talk.tokens)
@@ -289,7 +291,7 @@ def engine_of(
     executor: TorchExecutor,
     kind: EngineKind,
     shape: EngineShape,
-    people: Conversations,
+    driver: ConversationDriver,
 ) -> Engine:
     """Return an engine with an empty cache and scheduler around an existing executor."""
     layers = model.shape
@@ -301,7 +303,7 @@ def engine_of(
         SchedulerConfig(shape.token_budget, shape.turns_max),
         layers.context_max,
     )
-    ports = Ports(SystemClock(), people.mailbox, people)
+    ports = Ports(SystemClock(), driver.mailbox, driver)
     return Engine(configs, policy_named(kind.policy, cost, PAGE), executor, ports)
 
 
@@ -310,29 +312,29 @@ def serve(
     executor: TorchExecutor,
     kind: EngineKind,
     shape: EngineShape,
-    arrivals: list[tuple[float, Talk]],
+    arrivals: list[tuple[float, ScriptedConversation]],
     seconds: float,
     grace: float = math.inf,
-) -> tuple[Conversations, float]:
+) -> tuple[ConversationDriver, float]:
     """Play conversations for `seconds`; return them and the time it took.
 
     Running turns then get `grace` seconds to end. Turns that still run after that are cancelled (`num_cut`).
     """
     began = time.perf_counter()
-    people = Conversations(kind.stateless, began)
-    engine = engine_of(model, executor, kind, shape, people)
+    driver = ConversationDriver(kind.stateless, began)
+    engine = engine_of(model, executor, kind, shape, driver)
     for at, talk in arrivals:
-        people.add(at, talk)
+        driver.add(at, talk)
     while (now := time.perf_counter()) < began + seconds:
-        people.speak(now)
+        driver.send_due(now)
         if not engine.step():
-            time.sleep(max(0.0, min(people.next_at - time.perf_counter(), 0.005)))
+            time.sleep(max(0.0, min(driver.next_at - time.perf_counter(), 0.005)))
     lasted = time.perf_counter() - began
-    tokens = people.output_tokens
+    tokens = driver.output_tokens
     ends = time.perf_counter() + grace
     while engine.step():
         if time.perf_counter() > ends:
-            people.cut()
+            driver.cut()
             ends = math.inf
-    people.output_tokens = tokens
-    return people, lasted
+    driver.output_tokens = tokens
+    return driver, lasted

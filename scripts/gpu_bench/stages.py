@@ -30,7 +30,7 @@ class Stage(NamedTuple):
     steps: tuple[Step, ...]
 
 
-GUARDED = "watchdog=1"
+WATCHDOG = "watchdog=1"
 STAGES = (
     Stage(
         1,
@@ -40,7 +40,7 @@ STAGES = (
             Step("versions", 60),
             Step("device", 60, small=True),
             Step(
-                "kernels", 120, small=True, choices=GUARDED
+                "kernels", 120, small=True, choices=WATCHDOG
             ),  # also compiles them, if that was not done before
             Step("swap", 45, small=True),
             Step("sanitizer", 150, small=True),
@@ -51,11 +51,11 @@ STAGES = (
         3,
         "Do the kernels work together, from attention to whole replies?",
         (
-            Step("attention", 60, small=True, choices=GUARDED),
-            Step("decode", 45, small=True, choices=GUARDED),
-            Step("prefill", 45, small=True, choices=GUARDED),
-            Step("hidden", 60, small=True, choices=GUARDED),
-            Step("exactness", 90, small=True, choices=GUARDED),
+            Step("attention", 60, small=True, choices=WATCHDOG),
+            Step("decode", 45, small=True, choices=WATCHDOG),
+            Step("prefill", 45, small=True, choices=WATCHDOG),
+            Step("hidden", 60, small=True, choices=WATCHDOG),
+            Step("exactness", 90, small=True, choices=WATCHDOG),
         ),
     ),
     Stage(
@@ -177,7 +177,8 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
     wrong = sorted({each["section"] for each in failed})
     missing = [name for name in wanted if not section_figures(found, name)]
     sentences = [
-        _of_failures(name, [each for each in failed if each["section"] == name]) for name in wrong
+        _failure_sentence(name, [each for each in failed if each["section"] == name])
+        for name in wrong
     ]
     sentences += [f"{name}: not examined" for name in missing]
     whole = not wrong and not missing
@@ -202,9 +203,9 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
                 if name in wanted
             ]
             fine = "every share is above its limit" if all(shares) else "some shares are unknown"
-            sentences += _of_kernels(found) or [fine] * (whole and bool(shares))
+            sentences += _kernel_sentences(found) or [fine] * (whole and bool(shares))
         case 4:
-            sentences += _of_iterations(found) or ["nothing is above its limit"] * whole
+            sentences += _iteration_sentences(found) or ["nothing is above its limit"] * whole
         case 5:
             for each in section_figures(found, "attention", "mean"):
                 mean = each["mean"]
@@ -224,7 +225,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
     return sentences
 
 
-def _of_failures(section: str, failed: Sequence[Figures]) -> str:
+def _failure_sentence(section: str, failed: Sequence[Figures]) -> str:
     """Name the parts that failed; without names, the whole section has failed."""
     parts = [each.get("what") for each in failed]
     if not all(parts):
@@ -232,7 +233,7 @@ def _of_failures(section: str, failed: Sequence[Figures]) -> str:
     return f"{section}: parts of it failed, and the rest was examined: {'; '.join(map(str, parts))}"
 
 
-def _of_kernels(found: Sequence[Figures]) -> list[str]:
+def _kernel_sentences(found: Sequence[Figures]) -> list[str]:
     sentences = []
     for each in section_figures(found, "decode", "share"):
         if each["share"] < 0.8:
@@ -255,7 +256,7 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
     return sentences
 
 
-def _of_iterations(found: Sequence[Figures]) -> list[str]:
+def _iteration_sentences(found: Sequence[Figures]) -> list[str]:
     sentences = []
     for each in section_figures(found, "sampler", "seconds"):
         if each["seconds"] > 0.5e-3:

@@ -37,7 +37,7 @@ from pensieve.launch.model_folder import load_texts
 from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
-DEGREE = 7.0  # mean number of requests that share a request's prefix
+SHARE_DEGREE = 7.0  # mean number of requests that share a request's prefix
 DISTANCE = 400 / 3000  # distance between requests with one prefix, as a part of all requests
 _NUMBERS = count(1)  # numbers of turns; an engine must see each number only once
 
@@ -79,7 +79,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     requests = arguments.requests
     apart = DISTANCE * requests
-    shape = BatchShape(requests, arguments.prefix, arguments.own, DEGREE, apart=apart)
+    shape = BatchShape(requests, arguments.prefix, arguments.own, SHARE_DEGREE, apart=apart)
     longest = 2 * (arguments.prefix + arguments.own) + arguments.output
     cache = max(requests * (arguments.prefix + arguments.own) // 9, 4 * longest)
     flags = {"device_cache": f"{cache}t", "host_cache": "0t", "policy": "lru"}
@@ -102,10 +102,10 @@ def compared(folder: Path, shape: BatchShape, output_tokens: int, settings: Sett
         print(
             f"at most {saving_of_tree(prompts):.1%} of {sum(map(len, prompts)):,} tokens can be saved"
         )
-        _one(built, mailbox, sink, requests[:1], "off")  # the first pass is slower
+        _run_once(built, mailbox, sink, requests[:1], "off")  # the first pass is slower
         replies: dict[str, list[tuple[int, ...]]] = {}
         for sharing in SHARINGS:
-            row, replies[sharing] = _one(built, mailbox, sink, requests, sharing)
+            row, replies[sharing] = _run_once(built, mailbox, sink, requests, sharing)
             if replies[sharing] != replies[SHARINGS[0]]:
                 raise PensieveError(f"the replies with {sharing} differ")
             rows.append(row)
@@ -131,7 +131,7 @@ def line_of(row: Row) -> str:
     )
 
 
-def _one(
+def _run_once(
     built: BuiltEngine,
     mailbox: Mailbox,
     sink: _Sink,

@@ -33,7 +33,7 @@ REPEATS = 4  # a piece of text that is repeated so often is a loop
 UNIT_CHARACTERS_MAX = 400  # longest piece of text
 TAIL_CHARACTERS = 120  # the repeated pieces must fill at least so much of a reply's end
 SENTENCE_WORDS = 4
-NAMED: dict[str, dict[str, float]] = {"default": {}, "greedy": {"temperature": 0.0}}
+NAMED_SAMPLINGS: dict[str, dict[str, float]] = {"default": {}, "greedy": {"temperature": 0.0}}
 
 
 class Reply(NamedTuple):
@@ -81,7 +81,9 @@ def main(given: Sequence[str] | None = None) -> None:
             values = {**sampling, "max_tokens": arguments.tokens}
             for api in arguments.apis.split(","):
                 began = time.monotonic()
-                found = asyncio.run(talked(daemon, http, api, talks[: arguments.talks], values))
+                found = asyncio.run(
+                    replies_of_talks(daemon, http, api, talks[: arguments.talks], values)
+                )
                 print(summary(api, name, found, time.monotonic() - began), flush=True)
                 if arguments.texts is not None:
                     _write(arguments.texts, api, name, found)
@@ -89,8 +91,8 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def sampling_of(text: str) -> tuple[str, dict[str, float]]:
     """Parse a value of --sampling into its name and what is sent."""
-    if text in NAMED:
-        return text, NAMED[text]
+    if text in NAMED_SAMPLINGS:
+        return text, NAMED_SAMPLINGS[text]
     pairs = [each.partition("=") for each in text.split(",")]
     return text, {name: json.loads(value) for name, _, value in pairs}
 
@@ -119,7 +121,7 @@ def repeats(text: str) -> bool:
     return any(number >= REPEATS for number in counted.values())
 
 
-async def talked(
+async def replies_of_talks(
     daemon: BenchDaemon,
     http: str,
     api: str,

@@ -11,7 +11,7 @@ from pathlib import Path
 from pensieve.cli.simulate import AUTO, tokens
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
-from pensieve.sim.sweep import Room
+from pensieve.sim.sweep import TierRoom
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def machine_of(arguments: argparse.Namespace) -> Machine:
     if arguments.cost is not None:
-        cost, room = cost_file.load(arguments.cost), Room()
+        cost, room = cost_file.load(arguments.cost), TierRoom()
     else:
         model = MODELS[arguments.model]
         hardware = replace(HARDWARE[arguments.hardware], devices=arguments.devices)
-        cost, room = CostModel.of(model, hardware), Room.of(model, hardware)
+        cost, room = CostModel.of(model, hardware), TierRoom.of(model, hardware)
     device, host = (
         fits if given == AUTO else given
         for given, fits in (

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pensieve.bench.capacity_search import RATE_LEAST, Impossible, Row, Slo, capacity
 from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.workload import HABITS
+from pensieve.sim.workload import WORKLOAD_PRESETS
 from scripts.measurements.machine_options import Progress, add_machine, machine_of, ms
 from scripts.measurements.replica import Load, Replica, run_replica
 
@@ -38,7 +38,7 @@ class HostMemory(NamedTuple):
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure machines", description=__doc__)
     add_machine(parser)
-    parser.add_argument("--workload", choices=sorted(HABITS), default="sharegpt")
+    parser.add_argument("--workload", choices=sorted(WORKLOAD_PRESETS), default="sharegpt")
     parser.add_argument("--rate", type=float, default=50.0, help="conversations/s (default: 50)")
     parser.add_argument("--tbt-p99", type=float, default=0.1, help="seconds (default: 0.1)")
     parser.add_argument("--ttft-p50", type=float, default=1.0, help="seconds (default: 1)")
@@ -53,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     machine = machine_of(arguments)
     slo = Slo(arguments.tbt_p99, arguments.ttft_p50)
-    load = Load(HABITS[arguments.workload], arguments.reaction, arguments.seconds)
+    load = Load(WORKLOAD_PRESETS[arguments.workload], arguments.reaction, arguments.seconds)
     replica = Replica(machine.cost, machine.device_tokens, 0)
     budget = budget_within(machine.cost, slo, replica.token_budget, replica.turns_max)
     replica = replace(replica, token_budget=budget)
@@ -63,7 +63,7 @@ def main(given: Sequence[str] | None = None) -> None:
         f"measured for {load.window.seconds:g} s after the warm-up"
     )
     try:
-        replica.check(slo, load.habits.input_tokens)
+        replica.check(slo, load.preset.input_tokens)
         tried = host_memories(replica, load, slo, machine.host_tokens, Progress())
     except Impossible as error:
         raise InvalidArgument("tbt-p99, ttft-p50, device-tokens", str(error)) from error
@@ -104,9 +104,9 @@ def budget_within(cost: CostModel, slo: Slo, most: int, least: int) -> int:
 def first_guess(replica: Replica, load: Load) -> float:
     """Return a low estimate of the rate, from the cost of a turn in a full batch."""
     decode = replica.cost.iteration_seconds([(1000, 1001)] * 32) / 32
-    prompt = replica.cost.dense_seconds_per_token * load.habits.input_tokens
-    turn = prompt + decode * load.habits.output_tokens
-    return max(0.25 / (load.habits.turns_mean * turn), RATE_LEAST)
+    prompt = replica.cost.dense_seconds_per_token * load.preset.input_tokens
+    turn = prompt + decode * load.preset.output_tokens
+    return max(0.25 / (load.preset.turns_mean * turn), RATE_LEAST)
 
 
 def host_memories(

@@ -29,7 +29,7 @@ from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.series import Distribution
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import Habits, drawn
+from pensieve.sim.workload import WorkloadPreset, drawn
 
 LIFETIMES_BEFORE = 6.0  # time that the load has lasted, in mean durations of a conversation
 REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut
@@ -50,9 +50,9 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Random conversations with the given habits, at an adjustable rate."""
+    """Random conversations with the given preset, at an adjustable rate."""
 
-    habits: Habits
+    preset: WorkloadPreset
     reaction_seconds: float | None = None
     seconds: float | None = None  # counted time; None: two reaction times, at least a minute
     seed: int = 0
@@ -61,13 +61,13 @@ class Load:
     @property
     def reaction(self) -> float:
         given = self.reaction_seconds
-        return self.habits.reaction_seconds if given is None else given
+        return self.preset.reaction_seconds if given is None else given
 
     @property
     def mean_seconds(self) -> float:
         """Return the mean duration of a conversation."""
-        reply = self.seconds_per_token * self.habits.output_tokens
-        return self.habits.turns_mean * (self.reaction + reply)
+        reply = self.seconds_per_token * self.preset.output_tokens
+        return self.preset.turns_mean * (self.reaction + reply)
 
     @property
     def window(self) -> Window:
@@ -81,7 +81,7 @@ class Load:
         free_until, _, ends = self.window
         before = LIFETIMES_BEFORE * self.mean_seconds
         seconds = before + ends - free_until
-        arrivals = drawn(self.habits, rate, seconds, self.seed, reaction_seconds=self.reaction)
+        arrivals = drawn(self.preset, rate, seconds, self.seed, reaction_seconds=self.reaction)
         return steady_load(arrivals, before, free_until, self.seconds_per_token)
 
 

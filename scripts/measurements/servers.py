@@ -30,7 +30,7 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from scripts.measurements.schedules import (
     FastServeSchedule,
     OrcaSchedule,
@@ -58,7 +58,7 @@ class ServingSetting:
     device_tokens: int
     host_tokens: int
     turns_max: int = BATCH_TOKENS_MAX
-    context_max: int = HABITS[WORKLOAD].context_max
+    context_max: int = WORKLOAD_PRESETS[WORKLOAD].context_max
 
     @property
     def unloaded_seconds(self) -> float:
@@ -80,10 +80,10 @@ class ServingSetting:
 
 
 def requests_of(rate: float, num_requests: int, seed: int) -> Iterator[Arrival]:
-    return islice(drawn(HABITS[WORKLOAD], rate, math.inf, seed), num_requests)
+    return islice(drawn(WORKLOAD_PRESETS[WORKLOAD], rate, math.inf, seed), num_requests)
 
 
-def counts_of(
+def simulated_figures(
     system: str,
     setting: ServingSetting,
     arrivals: Iterator[Arrival],

@@ -23,7 +23,7 @@ from pensieve.sim import report
 from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, MODELS, CostModel
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import HABITS, Habits, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, WorkloadPreset, drawn
 from scripts.measurements.replica import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 from scripts.papers.equal_latency import Crossing, Row, first_crossing
 from scripts.papers.rows import Extent
@@ -39,7 +39,7 @@ class Scenario:
     cost: CostModel
     device_tokens: int
     host_tokens: int
-    habits: Habits
+    preset: WorkloadPreset
     policy: str = "value"
     stateless: bool = False
     phases: str = "unified"
@@ -60,7 +60,7 @@ class Scenario:
     @property
     def _reaction(self) -> float:
         given = self.reaction_seconds
-        return self.habits.reaction_seconds if given is None else given
+        return self.preset.reaction_seconds if given is None else given
 
     def simulator(self) -> Simulator:
         counts = self.free_until + self.warm_seconds
@@ -69,7 +69,7 @@ class Scenario:
             policy_named(self.policy, self._recompute(), CHUNK_TOKENS),
             CacheConfig(self.device_tokens // CHUNK_TOKENS, self.host_tokens // CHUNK_TOKENS),
             SchedulerConfig(self.token_budget, self.turns_max),
-            context_max=self.habits.context_max + 1,
+            context_max=self.preset.context_max + 1,
             count_from=counts,
             until=counts + self.seconds,
             free_until=self.free_until,
@@ -97,10 +97,10 @@ class Scenario:
         return replace(profile, attention_seconds=points)
 
     def _arrivals(self, rate: float) -> Iterator[Arrival]:
-        turn = self._reaction + SECONDS_PER_TOKEN * self.habits.output_tokens
-        before = LIFETIMES_BEFORE * self.habits.turns_from(self.turns_min) * turn
+        turn = self._reaction + SECONDS_PER_TOKEN * self.preset.output_tokens
+        before = LIFETIMES_BEFORE * self.preset.turns_from(self.turns_min) * turn
         arrivals = drawn(
-            self.habits,
+            self.preset,
             rate,
             before + self.warm_seconds + self.seconds,
             self.seed,
@@ -129,7 +129,7 @@ class Search:
                 "cost": CostModel.of(preset, replace(HARDWARE[GPU], devices=num_gpus)),
                 "device_tokens": int(num_gpus * KV_BYTES / per_token),
                 "host_tokens": int(num_gpus * HOST_BYTES / per_token),
-                "habits": HABITS["sharegpt"],
+                "preset": WORKLOAD_PRESETS["sharegpt"],
                 "warm_seconds": self.extent.warm_seconds,
                 "seconds": seconds,
                 **options,

@@ -21,9 +21,9 @@ from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of, hos
 from scripts.measurements.servers import (
     Figures,
     ServingSetting,
-    counts_of,
     figures_of,
     requests_of,
+    simulated_figures,
     streamed_run,
 )
 from scripts.papers.rows import Extent, Figure, Row, Spread, about, more, ratio
@@ -65,7 +65,7 @@ def panel(model: str, machine: str, extent: Extent) -> Iterator[Row]:
                 counts, _ = streamed_run(setting, load())
             found[STREAMED].append(figures_of(counts))
             for each in others:
-                found[each].append(figures_of(counts_of(each, setting, load())))
+                found[each].append(figures_of(simulated_figures(each, setting, load())))
         return found
 
     speeds = {

@@ -199,7 +199,7 @@ def policies(extent: Extent) -> Iterator[Row]:
     lru = search.scenario("opt-13b", policy="lru")
     value = replace(lru, policy="value")
     measured = replace(value, reads_keys=True)
-    rates = [rate / lru.habits.turns_mean for rate in POLICY_RATES]
+    rates = [rate / lru.preset.turns_mean for rate in POLICY_RATES]
 
     def runs(system: Scenario) -> list[list[dict[str, Any]]]:
         return [[search.simulate(each, rate) for rate in rates] for each in search.seeded(system)]

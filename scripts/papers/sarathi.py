@@ -41,7 +41,7 @@ from pensieve.sim.cost import (
     ModelPreset,
     device_tokens_of,
 )
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from scripts.measurements.replica import Replica, Window
 from scripts.papers.pipeline import Pipeline, run_pipeline, stage_of
 from scripts.papers.rows import Claim, Extent, Figure, Row, Spread, about, less, more, ratio
@@ -109,7 +109,7 @@ class Machine:
         return max(int(tokens) // context_max, 1)
 
     def systems(self, workload: str, slo: str) -> dict[str, Pipeline]:
-        context_max, stages = HABITS[workload].context_max, self.num_stages
+        context_max, stages = WORKLOAD_PRESETS[workload].context_max, self.num_stages
         plain = Replica(self.cost, self.device_tokens // stages, 0, "value")
         sarathi = replace(
             plain,
@@ -205,7 +205,7 @@ def _rates(
 
         def trial(rate: float, seed: int = seed) -> dict[str, Any]:
             rate = 2.0 ** (round(GRID_STEPS * math.log2(rate)) / GRID_STEPS)
-            arrivals = drawn(HABITS[workload], rate, window.ends, seed)
+            arrivals = drawn(WORKLOAD_PRESETS[workload], rate, window.ends, seed)
             return run_pipeline(pipeline, arrivals, window)
 
         try:
@@ -377,7 +377,7 @@ def _served(replica: Replica, workload: str, rate: float, extent: Extent) -> lis
     found = []
     for seed in range(extent.seeds):
         simulator = replica.simulator(Window(0.0, 0.0, math.inf))
-        arrivals = islice(drawn(HABITS[workload], rate, 1e9, seed), extent.requests)
+        arrivals = islice(drawn(WORKLOAD_PRESETS[workload], rate, 1e9, seed), extent.requests)
         found.append(report.figures("value", simulator.run(arrivals)))
     return found
 

@@ -45,16 +45,16 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
     def wrong(self: bench_attention.Inputs) -> torch.Tensor:
         return self.out.fill_(0.5)
 
-    monkeypatch.setattr(bench_attention.Inputs, "here", wrong)
+    monkeypatch.setattr(bench_attention.Inputs, "paged", wrong)
     shape = bench_attention.AttentionShape(2, 8, 64, 4, 2, 32, "float32")
-    with pytest.raises(PensieveError, match="here is off by"):
+    with pytest.raises(PensieveError, match="paged is off by"):
         bench_attention.measure(shape, 1, 1e9)
 
 
 def test_all_contenders_of_a_shape_agree() -> None:
     one = bench_attention.Inputs(bench_attention.AttentionShape(3, 5, 70, 8, 2, 32, "float32"), 0)
     right = one.expected()
-    answers = {"here": one.here().clone(), "one": one.token_by_token().clone()}
+    answers = {"paged": one.paged().clone(), "one": one.token_by_token().clone()}
     assert float((one.int8_kv() - one.expected("int8_kv")).abs().max()) < 1e-5
     answers |= {name: run().reshape(right.shape) for name, run in one.contiguous().items()}
     assert len(answers) == 6

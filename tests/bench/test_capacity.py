@@ -12,7 +12,14 @@ import pytest
 
 from pensieve.bench import capacity as bench
 from pensieve.bench.bench_daemon import serving
-from pensieve.bench.capacity import FIRST, MIXED, OURS, CapacityOptions, Scheduling, Trial
+from pensieve.bench.capacity import (
+    OURS,
+    PREFILL_FIRST,
+    WHOLE_PROMPTS,
+    CapacityOptions,
+    Scheduling,
+    Trial,
+)
 from pensieve.bench.capacity_load import Figures, ObservedTurn, OfferedLoad, Played, play
 from pensieve.bench.capacity_report import CapacityRow, plot
 from pensieve.bench.report import Report
@@ -100,10 +107,10 @@ def test_the_highest_load_is_found_for_each_objective_and_no_load_is_played_twic
         rates.append(rate)
         return inner(rate, seed, seconds_max)
 
-    searched = bench.search(Scheduling(FIRST), (0.1, 0.2), options(), counted)
+    searched = bench.search(Scheduling(PREFILL_FIRST), (0.1, 0.2), options(), counted)
     assert len(rates) == len(set(rates))
     for found, objective in zip(searched.found, (0.1, 0.2), strict=True):
-        assert (found.scheduling, found.objective) == (FIRST, objective)
+        assert (found.scheduling, found.objective) == (PREFILL_FIRST, objective)
         assert 1.0 / bench.RESOLUTION <= found.rate <= 1.0
         assert found.figures is not None
         assert found.figures.gap_p99 == 0.05
@@ -111,7 +118,7 @@ def test_the_highest_load_is_found_for_each_objective_and_no_load_is_played_twic
 
 
 def test_where_no_load_is_low_enough_the_search_ends_and_says_why() -> None:
-    searched = bench.search(Scheduling(MIXED), (0.1,), options(), carried_to(0.0))
+    searched = bench.search(Scheduling(WHOLE_PROMPTS), (0.1,), options(), carried_to(0.0))
     (found,) = searched.found
     assert (found.rate, found.figures) == (0.0, None)
     assert "P99 between tokens 0.3 s" in found.why
@@ -122,19 +129,19 @@ def test_a_median_queue_beyond_two_seconds_is_not_carried() -> None:
     def queued(rate: float, seed: int, seconds_max: float | None) -> Played:
         return Played([ObservedTurn(10.0, 3.0, 2.5, [0.01], 2, True)], 60.0)
 
-    (found,) = bench.search(Scheduling(MIXED), (0.1,), options(), queued).found
+    (found,) = bench.search(Scheduling(WHOLE_PROMPTS), (0.1,), options(), queued).found
     assert "median in the queue 2.5 s" in found.why
 
 
 def test_what_does_not_depend_on_the_objective_is_one_daemon() -> None:
-    assert list(bench.daemons((OURS, MIXED, FIRST), (0.1, 0.5))) == [
+    assert list(bench.daemons((OURS, WHOLE_PROMPTS, PREFILL_FIRST), (0.1, 0.5))) == [
         (Scheduling(OURS, 0.1), (0.1,)),
         (Scheduling(OURS, 0.5), (0.5,)),
-        (Scheduling(MIXED), (0.1, 0.5)),
-        (Scheduling(FIRST), (0.1, 0.5)),
+        (Scheduling(WHOLE_PROMPTS), (0.1, 0.5)),
+        (Scheduling(PREFILL_FIRST), (0.1, 0.5)),
     ]
-    flags = Scheduling(FIRST).flags
-    assert Scheduling(FIRST).variables["PENSIEVE_ENGINE"] == "separate"
+    flags = Scheduling(PREFILL_FIRST).flags
+    assert Scheduling(PREFILL_FIRST).variables["PENSIEVE_ENGINE"] == "separate"
     assert flags[flags.index("--tbt") + 1] == "0"
     flags = Scheduling(OURS, 0.5, 0.5).flags
     assert flags[flags.index("--tbt") + 1] == "0.25"
@@ -160,9 +167,9 @@ def test_without_an_objective_there_are_two_by_a_measured_iteration(
     assert set(found) == {
         ("ours, 100 ms", 0.1),
         ("ours, 500 ms", 0.5),
-        *((name, objective) for name in (MIXED, FIRST) for objective in (0.1, 0.5)),
+        *((name, objective) for name in (WHOLE_PROMPTS, PREFILL_FIRST) for objective in (0.1, 0.5)),
     }
-    assert found[MIXED, 0.1] <= 1.0 < found[MIXED, 0.5], "300 ms are within 500"
+    assert found[WHOLE_PROMPTS, 0.1] <= 1.0 < found[WHOLE_PROMPTS, 0.5], "300 ms are within 500"
     assert len(rows) == len(printed["rows"])
 
 
@@ -177,7 +184,7 @@ def test_one_load_on_each_daemon(random_model: Path, capsys: pytest.CaptureFixtu
     printed = json.loads(capsys.readouterr().out)
     rows = printed["rows"]
     assert [(row["scheduling"], row["seed"]) for row in rows] == [
-        (name, seed) for name in ("ours, 500 ms", MIXED, FIRST) for seed in (1, 2)
+        (name, seed) for name in ("ours, 500 ms", WHOLE_PROMPTS, PREFILL_FIRST) for seed in (1, 2)
     ]
     for row in rows:
         assert row["unfinished"] == 0
@@ -211,11 +218,11 @@ def test_the_plot_has_a_line_for_each_scheduling_and_a_level_for_each_objective(
     turn = [ObservedTurn(10.0, 0.1, 0.0, [0.05], 2, True)]
     rows = [
         CapacityRow(name, 0.1, rate, seed, Figures.of(Played(turn, 60.0), 1.0, 0.1))
-        for name in ("ours, 100 ms", FIRST)
+        for name in ("ours, 100 ms", PREFILL_FIRST)
         for rate in (1.0, 2.0)
         for seed in (0, 1)
     ]
     plot(rows, tmp_path / "gaps.svg", ["a model", "a machine"])
     drawn = (tmp_path / "gaps.svg").read_text()
-    for text in ("ours, 100 ms", FIRST, "objective 0.1 s", "conversations per second"):
+    for text in ("ours, 100 ms", PREFILL_FIRST, "objective 0.1 s", "conversations per second"):
         assert text in drawn

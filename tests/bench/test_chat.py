@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.bench import chat
 from pensieve.bench.bench_daemon import serving
-from pensieve.bench.chat import NEAR, CheckedReply, check_turns, differ_at_near_tie
+from pensieve.bench.chat import NEAR_TIE, CheckedReply, check_turns, differ_at_near_tie
 from pensieve.cli.main import main
 from pensieve.client.admin import Admin
 from pensieve.client.aio import AsyncClient
@@ -46,8 +46,8 @@ def test_chat_replays_conversations_with_a_daemon(
 @pytest.mark.parametrize(
     ("sampled", "runner_up", "likely"),
     [
-        (8, (9, -1.0 - NEAR / 2), True),
-        (8, (9, -1.0 - 2 * NEAR), False),  # the other token was clearly less likely
+        (8, (9, -1.0 - NEAR_TIE / 2), True),
+        (8, (9, -1.0 - 2 * NEAR_TIE), False),  # the other token was clearly less likely
         (8, (7, -1.0), False),  # the other token was not among the alternatives
     ],
 )
@@ -92,7 +92,7 @@ def test_every_turn_is_compared_even_after_a_near_tie(
         assert num_replies == 4
         assert evicted[0] > 0
         for near, replies, wrong in ((1e9, {3}, 0), (0.0, {3}, 2), (0.0, {4}, 1)):
-            monkeypatch.setattr(chat, "NEAR", near)
+            monkeypatch.setattr(chat, "NEAR_TIE", near)
             changed = replies
             expected: Any = contextlib.nullcontext()
             if wrong:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.bench.profile import Profile, about_machine, objectives, plot, profiled
+from pensieve.bench.profile import Profile, objectives, plot, profiled, unmeasured_cost
 from pensieve.bench.profile_driver import COPIED_PAGES, ROUNDS, Driver, measured
 from pensieve.bench.profile_points import (
     CHUNKS,
@@ -85,7 +85,7 @@ def profile_of(
 ) -> Profile:
     points = points_of(limits, quick)
     driver = Driver(machine, limits, 1000, points, lambda: machine.now)
-    return profiled(driver, points, limits, about_machine(8, 1000, "a machine"), 1000, quick)
+    return profiled(driver, points, limits, unmeasured_cost(8, 1000, "a machine"), 1000, quick)
 
 
 def test_a_planted_law_is_found_through_the_whole_path() -> None:

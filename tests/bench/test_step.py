@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.bench import step as bench_step
 from pensieve.bench.random_model import RandomShape
-from pensieve.bench.step import REST, Generating, weight_bytes
+from pensieve.bench.step import REST, GeneratingTurn, weight_bytes
 from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
 from pensieve.errors import PensieveError
@@ -73,7 +73,7 @@ def test_step_times_nothing_that_depends_on_company(
 ) -> None:
     decode = bench_step.Bench.decode
 
-    def wrong(self: bench_step.Bench, turns: list[Generating], *others: Slice) -> float:
+    def wrong(self: bench_step.Bench, turns: list[GeneratingTurn], *others: Slice) -> float:
         took = decode(self, turns, *others)
         if len(turns) > 1:
             turns[0].tokens[-1] ^= 1

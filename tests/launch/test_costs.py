@@ -39,14 +39,14 @@ class Place:
     def settings(self, **given: str) -> Settings:
         return resolve({"model": str(self.folder), "chunk_tokens": "8", **given}, {}).settings
 
-    def key(self, **given: str) -> profiles.Key:
+    def key(self, **given: str) -> profiles.ProfileKey:
         return profiles.key_of(self.settings(**given), self.folder, self.model)
 
     def costs(self, **given: str) -> Costs:
-        computed_by = {"name": "model", "layers": 2}
-        return costs_of(self.settings(**given), self.folder, self.model, computed_by)
+        journal_model = {"name": "model", "layers": 2}
+        return costs_of(self.settings(**given), self.folder, self.model, journal_model)
 
-    def keep(self, key: profiles.Key, cost: CostModel = COST) -> None:
+    def keep(self, key: profiles.ProfileKey, cost: CostModel = COST) -> None:
         profiles.write(key.path, profiles.text_of(key, cost, "2026-11-23", ERRORS))
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from pensieve.launch import memory_nodes
 from pensieve.launch.memory_nodes import (
-    CALLS,
     DEFAULT,
     INTERLEAVE,
-    numbers,
+    SYSTEM_CALLS,
+    parsed_numbers,
     policy,
     set_policy,
     spread_memory,
@@ -32,7 +32,9 @@ def may_set_policies() -> bool:
 
 
 on_linux = pytest.mark.skipif(
-    platform.system() != "Linux" or platform.machine() not in CALLS or not may_set_policies(),
+    platform.system() != "Linux"
+    or platform.machine() not in SYSTEM_CALLS
+    or not may_set_policies(),
     reason="this process may not say where its memory lies",
 )
 
@@ -49,8 +51,8 @@ def machine(folder: Path, cpus_of_nodes: list[str], with_memory: str, allowed: s
 
 
 def test_numbers_as_linux_writes_them() -> None:
-    assert numbers("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
-    assert numbers("\n") == set()
+    assert parsed_numbers("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
+    assert parsed_numbers("\n") == set()
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ import pytest
 
 from pensieve.errors import ModelError
 from pensieve.launch import model_cache
-from pensieve.launch.model_cache import kept, made_once, models_folder
+from pensieve.launch.model_cache import cached_folder, found_or_made, models_folder
 
 HALF_MADE = """
 import os, sys, time
-from pensieve.launch.model_cache import made_once
+from pensieve.launch.model_cache import found_or_made
 
 def make(folder):
     (folder / "model.safetensors").write_bytes(b"half")
     print("begun", flush=True)
     time.sleep(60)
 
-made_once("m", make, print, lambda: None)
+found_or_made("m", make, print, lambda: None)
 """
 
 
@@ -61,12 +61,12 @@ def refuse(folder: Path) -> None:
 
 
 def test_a_model_is_made_once_in_a_folder_of_its_user_alone(cache: Path) -> None:
-    assert kept("m") is None
-    folder = made_once("m", whole, nothing, nothing)
-    assert folder == kept("m") == cache / "m" == models_folder() / "m"
+    assert cached_folder("m") is None
+    folder = found_or_made("m", whole, nothing, nothing)
+    assert folder == cached_folder("m") == cache / "m" == models_folder() / "m"
     assert [each.name for each in folder.iterdir()] == ["config.json"]
     assert cache.stat().st_mode & 0o077 == 0
-    assert made_once("m", refuse, nothing, nothing) == folder
+    assert found_or_made("m", refuse, nothing, nothing) == folder
 
 
 def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
@@ -75,17 +75,17 @@ def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made_once("m", fail, nothing, nothing)
-    assert kept("m") is None
+        found_or_made("m", fail, nothing, nothing)
+    assert cached_folder("m") is None
     assert [each.name for each in cache.iterdir()] == ["m.lock"]
-    assert (made_once("m", whole, nothing, nothing) / "config.json").read_text() == "{}"
+    assert (found_or_made("m", whole, nothing, nothing) / "config.json").read_text() == "{}"
 
 
 def test_a_partial_model_of_a_killed_process_is_never_used(cache: Path) -> None:
     with half_making():
-        assert kept("m") is None
+        assert cached_folder("m") is None
     assert list(cache.glob("m.partial-*/model.safetensors"))
-    folder = made_once("m", whole, nothing, nothing)
+    folder = found_or_made("m", whole, nothing, nothing)
     assert [each.name for each in folder.iterdir()] == ["config.json"]
     assert sorted(each.name for each in cache.iterdir()) == ["m", "m.lock"]
 
@@ -100,9 +100,9 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(cache: Path) -> None:
         assert may_end.wait(30)
         whole(folder)
 
-    first = threading.Thread(target=made_once, args=("m", slow, nothing, nothing))
+    first = threading.Thread(target=found_or_made, args=("m", slow, nothing, nothing))
     second = threading.Thread(
-        target=lambda: others.append(made_once("m", refuse, lines.append, nothing))
+        target=lambda: others.append(found_or_made("m", refuse, lines.append, nothing))
     )
     first.start()
     assert begun.wait(30)
@@ -122,7 +122,7 @@ def test_who_waits_can_give_up(cache: Path) -> None:
         raise KeyboardInterrupt
 
     with half_making(), pytest.raises(KeyboardInterrupt):
-        made_once("m", refuse, nothing, check)
+        found_or_made("m", refuse, nothing, check)
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot keep a model in .*, set XDG_CACHE_HOME"):
-        made_once("m", whole, nothing, nothing)
+        found_or_made("m", whole, nothing, nothing)
 
 
 def test_too_little_room_is_said_before_anything_is_written(cache: Path) -> None:

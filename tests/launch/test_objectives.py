@@ -21,7 +21,7 @@ from pensieve.launch.objectives import (
     MEASURED,
     NUM_RUNS,
     Pages,
-    Smallest,
+    SmallestTbt,
     check,
     smallest_tbt,
 )
@@ -53,7 +53,7 @@ class Timed:
         return Outcome()
 
 
-def smallest(executor: Timed, source: str = ESTIMATED, pages: Pages = PAGES) -> Smallest | None:
+def smallest(executor: Timed, source: str = ESTIMATED, pages: Pages = PAGES) -> SmallestTbt | None:
     return smallest_tbt(COST, source, executor, pages, executor.clock.now)
 
 
@@ -97,7 +97,7 @@ def test_a_device_tier_that_is_too_small_is_not_measured() -> None:
 def test_what_is_infeasible_is_refused_with_the_smallest_that_is_not(
     seconds: float, named: str
 ) -> None:
-    limit = Smallest(seconds, MEASURED)
+    limit = SmallestTbt(seconds, MEASURED)
     with pytest.raises(ConfigError, match=rf"smallest feasible objective is --tbt {named}$"):
         check(seconds / 2, limit)
     check(float(named), limit)

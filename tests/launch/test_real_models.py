@@ -239,7 +239,7 @@ def test_folders_that_pip_removes_meanwhile_are_no_error(tmp_path: Path) -> None
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        assert {smollm2._largest(folder) for _ in range(500)} == {5}
+        assert {smollm2._largest_file_bytes(folder) for _ in range(500)} == {5}
     finally:
         ended.set()
         thread.join()

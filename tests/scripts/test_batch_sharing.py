@@ -170,12 +170,12 @@ def test_each_way_of_sharing_is_measured(model: Path, tmp_path: Path) -> None:
 def test_replies_that_differ_are_not_compared(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = measured_batch._one
+    right = measured_batch._run_once
 
     def wrong(*arguments: Any) -> Any:
         row, replies = right(*arguments)
         return row, replies if arguments[-1] == "groups" else [(1,)] * len(replies)
 
-    monkeypatch.setattr(measured_batch, "_one", wrong)
+    monkeypatch.setattr(measured_batch, "_run_once", wrong)
     with pytest.raises(PensieveError, match="the replies with lru differ"):
         measured(model, tmp_path)

@@ -24,7 +24,7 @@ from pensieve.model.sampling.sampler import Sampler
 from scripts.gpu_bench import __main__ as bench_gpu
 from scripts.gpu_bench import engines, kernels, pages
 from scripts.gpu_bench.harness import SECTIONS, Bench, figures_of, succeeded
-from scripts.gpu_bench.model import talks
+from scripts.gpu_bench.model import drawn_conversations
 from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import (
     KERNELS,
@@ -464,12 +464,12 @@ def test_an_error_of_the_device_that_sticks_ends_its_section(
 ) -> None:
     """An unexpected error is reported with a traceback, because there is only one run."""
     bench = Bench(torch.device("cpu"), True, io.StringIO(), 60, 0.0)
-    with bench.noting("swap", "the first"):
+    with bench.reporting_failure("swap", "the first"):
         raise PensieveError("planted")
     assert bench.failed
     assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setattr(bench, "synchronize", raises)
-    with pytest.raises(ValueError, match="another"), bench.noting("swap", "the second"):
+    with pytest.raises(ValueError, match="another"), bench.reporting_failure("swap", "the second"):
         raise ValueError("another")
     assert "Traceback" in capsys.readouterr().err
 
@@ -526,7 +526,7 @@ def test_the_smallest_program_reads_and_writes_elements_and_bytes(
 
 
 def test_conversations_are_as_long_as_theirs() -> None:
-    found = talks(5.0, 200.0, 3.0, 1000, 1)
+    found = drawn_conversations(5.0, 200.0, 3.0, 1000, 1)
     assert len(found) == pytest.approx(1000, rel=0.15)
     turns = sum(len(talk.messages) for _, talk in found)
     inputs = sum(len(each) for _, talk in found for each in talk.messages)

@@ -41,7 +41,7 @@ def test_the_search_ends_where_every_rate_is_carried_or_none() -> None:
 
 
 def test_turns_that_the_device_cannot_hold_are_not_carried_by_refusing_them() -> None:
-    long = replace(LOAD, habits=replace(CHAT, input_tokens=400.0))
+    long = replace(LOAD, preset=replace(CHAT, input_tokens=400.0))
     with pytest.raises(
         Impossible, match=r"% of the turns are longer .* device tier of 2,000 tokens"
     ):

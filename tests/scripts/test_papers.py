@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pensieve.sim.cost import CostModel
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from scripts.measurements.batch_simulation import SHAPES, BatchShape
 from scripts.measurements.replica import Replica, Window, run_replica
 from scripts.papers import __main__ as command
@@ -214,12 +214,12 @@ def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
 
 
 def test_longer_conversations_take_longer_to_gather() -> None:
-    habits = HABITS["sharegpt"]
-    assert habits.turns_from(1) == habits.turns_mean
-    found = [arrival.conversation for arrival in drawn(habits, 1.0, 5000.0, 9, turns_min=5)]
+    preset = WORKLOAD_PRESETS["sharegpt"]
+    assert preset.turns_from(1) == preset.turns_mean
+    found = [arrival.conversation for arrival in drawn(preset, 1.0, 5000.0, 9, turns_min=5)]
     each = len(found) / len(set(found))
-    assert each == pytest.approx(habits.turns_from(5), rel=0.07)
-    assert each > 1.5 * habits.turns_mean
+    assert each == pytest.approx(preset.turns_from(5), rel=0.07)
+    assert each > 1.5 * preset.turns_mean
 
 
 # -- long prompts --
@@ -271,7 +271,7 @@ def test_orca_reserves_memory_for_the_longest_context() -> None:
 def test_one_stage_is_a_replica() -> None:
     replica = Replica(sarathi.YI.cost, 100_000, 0, "value", 1024)
     window = Window(0.0, 2.0, 12.0)
-    arrivals = list(drawn(HABITS["requests"], 1.0, 12.0, 1))
+    arrivals = list(drawn(WORKLOAD_PRESETS["requests"], 1.0, 12.0, 1))
     alone = run_replica(replica, arrivals, window)
     assert alone["tokens_per_second"] > 50
     assert run_pipeline(Pipeline(replica, 1), arrivals, window) == alone
@@ -291,7 +291,7 @@ def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -
     whole = Replica(CostModel.of(model, hardware), 200_000, 0, "value", 1024)
     half = replace(whole, cost=CostModel.of(stage_of(model, 2), hardware), device_tokens=100_000)
     window = Window(0.0, 2.0, 62.0)
-    arrivals = list(drawn(HABITS["requests"], 0.5, 62.0, 1))
+    arrivals = list(drawn(WORKLOAD_PRESETS["requests"], 0.5, 62.0, 1))
     in_one = replace(half, device_tokens=200_000, stages=2)
     one = run_replica(whole, arrivals, window)
     for pipeline in (Pipeline(half, 2), Pipeline(in_one, 2)):
@@ -308,7 +308,7 @@ def test_two_stages_keep_an_objective_that_bubbles_would_break() -> None:
     engine = machine.systems("requests", "strict")[sarathi.OURS].engine
     engine = replace(engine, token_budget=8192, tbt_seconds=0.9 * limit)
     window = Window(0.0, 20.0, 80.0)
-    arrivals = drawn(HABITS["requests"], 0.5, window.ends, 0)
+    arrivals = drawn(WORKLOAD_PRESETS["requests"], 0.5, window.ends, 0)
     row = run_pipeline(Pipeline(engine, machine.num_stages), arrivals, window)
     assert row["tbt_p99"] <= limit
     assert row["queue_p50"] <= 2.0

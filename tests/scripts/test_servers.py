@@ -20,8 +20,8 @@ from scripts.measurements.servers import (
     PROMPT_TOKENS,
     SYSTEMS,
     ServingSetting,
-    counts_of,
     requests_of,
+    simulated_figures,
     streamed_run,
 )
 
@@ -80,7 +80,7 @@ def test_a_seed_has_the_same_figures_again_and_everybody_is_served(system: str) 
     runs = []
     for seed in (0, 0, 1):
         arrivals = list(requests_of(4.0, 60, seed))
-        counts = counts_of(system, SETTING, iter(arrivals))
+        counts = simulated_figures(system, SETTING, iter(arrivals))
         assert counts.turns == 60
         assert counts.output_tokens == sum(each.output_tokens for each in arrivals)
         runs.append(figures(counts))
@@ -90,7 +90,7 @@ def test_a_seed_has_the_same_figures_again_and_everybody_is_served(system: str) 
 def test_alone_a_request_takes_the_same_with_every_system() -> None:
     taken = []
     for system in SYSTEMS:
-        counts = counts_of(system, SETTING, requests_of(0.0001, 5, 0))
+        counts = simulated_figures(system, SETTING, requests_of(0.0001, 5, 0))
         taken.append(counts.latencies.total / counts.latencies.count)
     assert taken == pytest.approx([taken[0]] * len(SYSTEMS), rel=1e-6)
     assert taken[0] == pytest.approx(SETTING.unloaded_seconds, rel=0.1)
@@ -100,7 +100,7 @@ def test_paged_kv_carries_more_than_reserved_kv() -> None:
     """At half the rate that memory allows, servers that reserve whole contexts already have a queue."""
     mean = {}
     for system in SYSTEMS:
-        counts = counts_of(system, SETTING, requests_of(0.5 * SETTING.rate_held, 100, 0))
+        counts = simulated_figures(system, SETTING, requests_of(0.5 * SETTING.rate_held, 100, 0))
         mean[system] = counts.latencies.total / counts.latencies.count
     assert mean["resident"] < 2 * SETTING.unloaded_seconds
     assert mean["vllm"] < 2 * SETTING.unloaded_seconds
@@ -122,7 +122,7 @@ def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() 
     latency: dict[tuple[str, str], float] = {}
     for system in ("resident", "streamed"):
         for name, setting in (("data sheet", SETTING), ("as assumed", as_assumed)):
-            counts = counts_of(system, setting, requests_of(rate, 200, 0))
+            counts = simulated_figures(system, setting, requests_of(rate, 200, 0))
             delivered[system, name] = counts.output_tokens / counts.seconds
             latency[system, name] = counts.latencies.total / counts.latencies.count
     assert delivered["streamed", "as assumed"] > 1.15 * delivered["resident", "as assumed"]

@@ -20,7 +20,7 @@ from tests.sim.recorded import A100, seen_in, simulated
 def test_costs_survive_their_file(tmp_path: Path) -> None:
     simulated(tmp_path / "j", [Arrival(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
-    assert cost_file.read(cost_file.written(fit)) == fit.cost
+    assert cost_file.read(cost_file.fit_text(fit)) == fit.cost
 
 
 def test_what_a_profile_measured_survives_its_file() -> None:

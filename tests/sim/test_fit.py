@@ -12,7 +12,7 @@ from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.fit import assumed_for, fitted
 from pensieve.sim.observed import expected_seconds
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from tests.sim.recorded import A100, SLOWER, journal_of, seen_in, simulated
 
 
@@ -40,7 +40,7 @@ def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
             arrival.output_tokens,
             arrival.after,
         )
-        for arrival in drawn(HABITS["agents"], 0.4, 15.0, 3)
+        for arrival in drawn(WORKLOAD_PRESETS["agents"], 0.4, 15.0, 3)
     ]
     simulated(tmp_path / "j", arrivals, Noisy(**vars(A100)), device_tokens=200_000, budget=2048)
     seen = seen_in(tmp_path / "j")

@@ -22,7 +22,7 @@ from pensieve.engine.messages import EngineEvent, EngineMessage
 from pensieve.sim.cost import CostModel
 from pensieve.sim.executor import ModelledExecutor
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from tests.conversations.rig import Crowd, started, write_model
 from tests.sim.recorded import A100, journal_of, simulated
 from tests.text.families import QWEN_2_5
@@ -83,7 +83,7 @@ def test_what_a_daemon_did_is_planned_again(policy: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_simulated_is_planned_again(policy: str, tmp_path: Path) -> None:
-    arrivals = drawn(HABITS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
+    arrivals = drawn(WORKLOAD_PRESETS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
     one = simulated(tmp_path / "j", arrivals, policy=policy, device_tokens=6400, host_tokens=3200)
     assert one.scheduler.counters.recomputed_tokens > 0
     with (tmp_path / "j").open() as lines:

@@ -20,14 +20,14 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import HABITS, Habits, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, WorkloadPreset, drawn
 from tests.scale import SCALE
 
-CHAT = Habits(5.56, 400, 4, 60.0, 16_384)
-AGENTS = Habits(33.0, 600, 2, 5.2, 40_000)
-DOCUMENTS = Habits(1.0, 4000, 2, 60.0, 16_384)
+CHAT = WorkloadPreset(5.56, 400, 4, 60.0, 16_384)
+AGENTS = WorkloadPreset(33.0, 600, 2, 5.2, 40_000)
+DOCUMENTS = WorkloadPreset(1.0, 4000, 2, 60.0, 16_384)
 WINDOW_MINUTES = 10
-Phase = tuple[Habits, float, int]  # habits, conversations per second, minutes
+Phase = tuple[WorkloadPreset, float, int]  # preset, conversations per second, minutes
 
 
 class Minutes(Simulator):
@@ -54,8 +54,8 @@ class Minutes(Simulator):
 
 def one_after_another(phases: list[Phase]) -> Iterator[Arrival]:
     start = 0.0
-    for number, (habits, rate, minutes) in enumerate(phases):
-        for arrival in drawn(habits, rate, 60.0 * minutes, seed=number):
+    for number, (preset, rate, minutes) in enumerate(phases):
+        for arrival in drawn(preset, rate, 60.0 * minutes, seed=number):
             at = None if arrival.at is None else arrival.at + start
             yield replace(arrival, conversation=f"{number}.{arrival.conversation}", at=at)
         start += 60.0 * minutes
@@ -143,7 +143,10 @@ def test_it_gains_where_some_return_and_others_do_not() -> None:
 
 def test_the_default_policy_costs_less_than_lru_for_people_who_seldom_return() -> None:
     people = replace(
-        HABITS["assistant"], first_input_tokens=700.0, input_tokens=90.0, output_tokens=4.0
+        WORKLOAD_PRESETS["assistant"],
+        first_input_tokens=700.0,
+        input_tokens=90.0,
+        output_tokens=4.0,
     )
     found = {}
     for policy in ("lru", DEFAULT):

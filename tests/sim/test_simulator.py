@@ -9,7 +9,7 @@ from pensieve.core.policies.registry import POLICIES
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 from tests.sim.world import SLOW, a_prompt, run_trace, simulator
 
 
@@ -120,7 +120,7 @@ def test_what_comes_before_is_simulated_and_not_counted() -> None:
 @pytest.mark.parametrize("host_tokens", [0, 20_000])
 def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> None:
     """Every turn ends, every history is found or recomputed, and the cache's invariants hold."""
-    arrivals = list(drawn(HABITS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
+    arrivals = list(drawn(WORKLOAD_PRESETS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
     one = simulator(
         CostModel.of(MODELS["llama3-8b"], HARDWARE["a100-80gb"]),
         policy,
@@ -139,7 +139,7 @@ def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> 
 
 
 def test_the_same_trace_gives_the_same_figures() -> None:
-    arrivals = list(drawn(HABITS["sharegpt"], 0.5, 100.0, 5, reaction_seconds=10.0))
+    arrivals = list(drawn(WORKLOAD_PRESETS["sharegpt"], 0.5, 100.0, 5, reaction_seconds=10.0))
     cost = CostModel.of(MODELS["mistral-7b"], HARDWARE["h200"])
     one, other = (simulator(cost, "return", 6400, 6400) for _ in range(2))
     assert one.run(arrivals) == other.run(arrivals)

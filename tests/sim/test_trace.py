@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from pensieve.sim.trace import Arrival, Problems, from_zero, read
-from pensieve.sim.workload import HABITS, drawn
+from pensieve.sim.workload import WORKLOAD_PRESETS, drawn
 
 
 def arrivals(*lines: object) -> list[Arrival]:
@@ -96,22 +96,24 @@ def test_broken_lines_are_counted_and_named() -> None:
 
 
 def test_drawn_conversations_are_as_long_as_published() -> None:
-    found = list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
+    found = list(drawn(WORKLOAD_PRESETS["sharegpt"], 2.0, 3000.0, seed=1))
     first = [arrival for arrival in found if arrival.at is not None]
     assert len(first) == pytest.approx(6000, rel=0.05)
     assert len(found) / len(first) == pytest.approx(5.56, rel=0.05)
     assert statistics.mean(v.input_tokens for v in found) == pytest.approx(37.8, rel=0.05)
     assert statistics.mean(v.output_tokens for v in found) == pytest.approx(204.6, rel=0.05)
     assert [v.at for v in first] == sorted(v.at for v in first if v.at is not None)
-    assert found == list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
+    assert found == list(drawn(WORKLOAD_PRESETS["sharegpt"], 2.0, 3000.0, seed=1))
     assert max(v.after for v in found) > 120
 
 
 def test_drawn_assistants_return_as_published() -> None:
-    found = list(drawn(HABITS["assistant"], 2.0, 6000.0, seed=1))
+    found = list(drawn(WORKLOAD_PRESETS["assistant"], 2.0, 6000.0, seed=1))
     turns = Counter(arrival.conversation for arrival in found)
     num = [sum(count >= least for count in turns.values()) for least in (1, 2, 3)]
-    assert len(found) / len(turns) == pytest.approx(HABITS["assistant"].turns_mean, rel=0.05)
+    assert len(found) / len(turns) == pytest.approx(
+        WORKLOAD_PRESETS["assistant"].turns_mean, rel=0.05
+    )
     assert num[1] / num[0] == pytest.approx(0.25, rel=0.05)
     assert num[2] / num[1] == pytest.approx(0.39, rel=0.05)
     gaps = sorted(arrival.after for arrival in found if arrival.at is None)

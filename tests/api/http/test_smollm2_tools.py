@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pensieve.launch.model_folder import resolve_model
-from pensieve.launch.smollm2 import is_kept
+from pensieve.launch.smollm2 import is_cached
 from tests.api.http.rig_http import MODEL_ENGINE, WRITTEN, http_rig
 from tests.api.http.test_held_calls import SCHEMAS, a_model, check, tools
 from tests.text.families import SMOLLM2
@@ -27,7 +27,7 @@ def client(
     folder = Path(tmp_path_factory.mktemp("tools"))
     if request.param == "random weights":
         model = a_model(folder / "model", SMOLLM2)
-    elif is_kept():
+    elif is_cached():
         model = resolve_model("smollm2")
     else:
         pytest.skip("smollm2 was not fetched yet: `pensieve chat smollm2` fetches it")
