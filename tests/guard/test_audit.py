@@ -255,7 +255,7 @@ def test_deletions_operators_and_tokens_are_written_down_and_no_words(
     )
     names = [each["token"] for each in of(path, "token", 3)]
     assert names[0] == "laptop"
-    assert len(names[1]) == callers.SHOWN_DIGITS
+    assert len(names[1]) == callers.LOG_NAME_DIGITS
     denied, unknown = of(path, "refused", 2)
     assert (denied["reason"], denied["token"]) == ("PERMISSION_DENIED", "laptop")
     assert (unknown["reason"], "token" in unknown) == ("UNAUTHENTICATED", False)
