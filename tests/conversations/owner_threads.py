@@ -20,7 +20,7 @@ BESIDE_THE_STORE_THREAD = {
     "close",
     "is_shared",
     "is_housekeeper",
-    "came_from",
+    "kv_sources",
 }
 NO_STATE = {"serving"}  # an attribute of the engine client that tests read in their own thread
 

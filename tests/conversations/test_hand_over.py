@@ -276,7 +276,7 @@ def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
 ) -> None:
     name = two.next()
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
-    monkeypatch.setattr(hand_over, "ALWAYS_SECONDS", 3.0)
+    monkeypatch.setattr(hand_over, "ALWAYS_FETCH_SECONDS", 3.0)
     arrived = changed(lambda number, part: part)
 
     async def fetch(*arguments: Any) -> Parts:

@@ -118,7 +118,7 @@ def go_on_before_the_commit(original: Any, self: SharedCommits, group: Group) ->
         with self._savepoint(group):
             yield group.conn
     finally:
-        self._queue.give(self._joining_in(group) or group.leader)
+        self._queue.hand_over(self._next_to_join(group) or group.leader)
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ FAULTS: dict[str, Plant] = {
     "an end is applied twice": around(message_rows, "append_history", apply_twice),
     "a cancelled turn goes on": around(Turns, "take", go_on_after_a_cancel),
     "a fork takes what came later": around(message_rows, "require_links", fork_everything),
-    "the engine keeps what was deleted": around(EngineClient, "tell", forget_to_tell_the_engine),
+    "the engine keeps what was deleted": around(EngineClient, "try_put", forget_to_tell_the_engine),
     "chunks are found by their place and not by their words": around(
         identities, "_digest", without_the_tokens
     ),

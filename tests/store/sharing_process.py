@@ -72,7 +72,7 @@ class Worker:
     def told(self) -> list[Any]:
         """Return what became stale since the last call, and which daemons conversations came from."""
         stale, self.stale = self.stale, []
-        return [stale, {name: at for (_, name), at in self.store.came_from.items()}]
+        return [stale, {name: at for (_, name), at in self.store.kv_sources.items()}]
 
     def drain(self) -> None:
         self.store.drain()

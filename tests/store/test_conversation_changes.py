@@ -47,21 +47,21 @@ def test_metadata_is_replaced_and_the_old_one_wiped(store: ConversationStore) ->
 
 def test_an_empty_conversation_gets_what_it_begins_with(store: ConversationStore) -> None:
     create(store, "tea")
-    changed = store.changes.begin_with("tea", "Be brief.", [{"name": "kettle"}], {"depth": 1})
+    changed = store.changes.set_beginning("tea", "Be brief.", [{"name": "kettle"}], {"depth": 1})
     assert (changed.tools, changed.template_options) == (({"name": "kettle"},), {"depth": 1})
     assert [(each.role, each.content) for each in store.messages("tea")] == [
         ("system", "Be brief.")
     ]
     assert store.verify() == []
     with pytest.raises(StaleRevision):
-        store.changes.begin_with("tea", "Be long.", [], {})
+        store.changes.set_beginning("tea", "Be long.", [], {})
 
 
 def test_what_has_a_turn_keeps_what_it_began_with(store: ConversationStore) -> None:
     create(store, "tea")
     begin(store, "tea", "r1", "hi", 1)
     with pytest.raises(TurnRunning):
-        store.changes.begin_with("tea", "Be brief.", [], {})
+        store.changes.set_beginning("tea", "Be brief.", [], {})
 
 
 def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> None:

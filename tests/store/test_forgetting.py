@@ -156,7 +156,7 @@ def test_a_turn_that_runs_or_ended_late_keeps_its_request(
 def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front(
     open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forgetting, "LOOKED_AT", 10)
+    monkeypatch.setattr(forgetting, "TURNS_PER_STEP", 10)
     monkeypatch.setattr(forgetting, "FORGOTTEN_AT_ONCE", 4)
     store = open_store()
     create(store, "tea")

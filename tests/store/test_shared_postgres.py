@@ -257,7 +257,7 @@ def test_a_session_of_another_role_that_stands_still_hinders_nobody(
 def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "STOPPED", "SELECT 1 / 0")
+    monkeypatch.setattr(connection, "END_HANGING_SESSIONS", "SELECT 1 / 0")
     options: dict[str, Any] = {"url": url, "lease_seconds": LEASE_SECONDS}
     with ConversationStore.open(tmp_path / "a", "test", replica="a", **options) as store:
         create(store, "tea")

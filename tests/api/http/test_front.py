@@ -138,7 +138,7 @@ def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
         answer = door.chat("Hello", headers={"x-api-key": given})
         named = answer.headers["x-pensieve-conversation-id"]
         threads, reader = door.rig.daemon.threads, door.rig.daemon.reader
-        look = threads.in_reader("red", reader.get_conversation, named, tenant="red")
+        look = threads.in_read_thread("red", reader.get_conversation, named, tenant="red")
         found = door.rig.call(look)
         assert found.num_messages == 2
 
@@ -348,7 +348,7 @@ def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig
 
     async def conversations() -> Any:
         daemon = door.rig.daemon
-        return await daemon.threads.in_reader("", daemon.reader.list_conversations, 10, "")
+        return await daemon.threads.in_read_thread("", daemon.reader.list_conversations, 10, "")
 
     found = door.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)

@@ -284,7 +284,7 @@ def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhi
     first = respond(door, "One.")
     responses = door.rig.daemon.store.responses
 
-    for name in ("goes_with", "delete"):
+    for name in ("unneeded_without", "delete"):
         function = getattr(responses, name)
 
         def before_another_turn(*named: Any, act: Any = function, **more: Any) -> Any:
