@@ -62,7 +62,7 @@ class WorkAhead(NamedTuple):
     seconds: float = 0.0  # predicted for the prompts of all turns ahead
 
 
-NOTHING = WorkAhead()
+NO_WORK = WorkAhead()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DaemonLoad:
     engine_serves: bool
     num_turns: int  # in flight or about to begin, warms included
     num_turns_of_tenant: int  # warms included
-    ahead: Callable[[], WorkAhead] = lambda: NOTHING  # the work ahead of this turn
+    ahead: Callable[[], WorkAhead] = lambda: NO_WORK  # the work ahead of this turn
     waiting_since: float | None = None  # when the turn began that has waited longest for the engine
     num_characters_of_tenant: int = 0  # in the tenant's turns that are about to begin
 

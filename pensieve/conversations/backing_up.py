@@ -16,7 +16,7 @@ import logging
 from pathlib import Path
 
 from pensieve.conversations.daemon_config import BackupConfig
-from pensieve.conversations.threads import Threads, aside
+from pensieve.conversations.threads import Threads, in_new_thread
 from pensieve.errors import PensieveError, whole_line
 from pensieve.store import ConversationStore
 from pensieve.store.backup import Backup
@@ -40,7 +40,7 @@ class BackupWriter:
         self._backup = Backup(config.folder, database)
         self._keep_seconds = config.keep_seconds
         self._threads = threads
-        self._whole_at = threads.loop.time()  # when the folder last had every commit
+        self._complete_at = threads.loop.time()  # when the folder last had every commit
 
     def start(self) -> None:
         self._threads.spawn(self._work())
@@ -50,7 +50,7 @@ class BackupWriter:
         if not self._store.is_housekeeper:
             return {}
         return {
-            "backup_age_seconds": self._threads.loop.time() - self._whole_at,
+            "backup_age_seconds": self._threads.loop.time() - self._complete_at,
             "backup_failing": bool(self.problem),
         }
 
@@ -60,7 +60,7 @@ class BackupWriter:
             async with asyncio.timeout(STOP_SECONDS):
                 if self._store.is_housekeeper:
                     await self._write()
-                await aside(self._backup.close)
+                await in_new_thread(self._backup.close)
         except Exception as error:  # a broken folder must not keep the daemon from ending
             problem = str(error) or "its folder does not answer"
             log.warning("the backup lacks the last changes: %s", problem)
@@ -73,14 +73,14 @@ class BackupWriter:
                 if self._store.is_housekeeper:
                     await self._write()
             except PensieveError as error:
-                self._has_problem(str(error))
+                self._report_problem(str(error))
             except Exception as error:  # a broken folder must not stop the turns
                 log.error("the backup failed unexpectedly", exc_info=error)
-                self._has_problem(whole_line(error))
+                self._report_problem(whole_line(error))
             else:
                 if self.problem and self._store.is_housekeeper:
                     log.warning("the backup is complete again")
-                self.problem, self._whole_at = "", began
+                self.problem, self._complete_at = "", began
             await asyncio.sleep(max(SECONDS, PAUSE_SHARE * (now() - began)))
 
     async def _write(self) -> None:
@@ -88,20 +88,21 @@ class BackupWriter:
 
         Cancelling this call does not stop the write.
         """
-        job = self._threads.loop.create_task(aside(self._moment))
+        job = self._threads.loop.create_task(in_new_thread(self._write_moment))
         job.add_done_callback(lambda job: job.cancelled() or job.exception())
         while not (await asyncio.wait({job}, timeout=SLOW_SECONDS))[0]:
-            self._has_problem(f"its folder has not answered for {SLOW_SECONDS:.0f} s")
+            self._report_problem(f"its folder has not answered for {SLOW_SECONDS:.0f} s")
         job.result()
 
-    def _moment(self) -> None:
+    def _write_moment(self) -> None:
+        """Add a moment (store/backup.py) to the backup. Called in a separate thread."""
         try:
             self._backup.write(self._keep_seconds)
         finally:
             if self._store.is_shared:
                 self._backup.release()
 
-    def _has_problem(self, problem: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         if problem != self.problem:
             log.warning("the backup is incomplete: %s", problem)
         self.problem = problem

@@ -81,9 +81,9 @@ def _live(conversations: Conversations, cancel: CancelRequest) -> LiveTurn | Non
 async def _stored_finish(reader: HistoryReader, threads: Threads, cancel: CancelRequest) -> str:
     """Return the finish reason of a turn that does not run; empty if the history has no reply."""
     tenant, conversation_id = cancel.tenant, cancel.conversation_id
-    await threads.in_reader(tenant, reader.get_conversation, conversation_id, tenant=tenant)
+    await threads.in_read_thread(tenant, reader.get_conversation, conversation_id, tenant=tenant)
     if not cancel.turn_id and not cancel.request_id:
         return ""
     named = conversation_id, cancel.turn_id, cancel.request_id
-    turn = await threads.in_reader(tenant, reader.find_turn, *named, tenant=tenant)
+    turn = await threads.in_read_thread(tenant, reader.find_turn, *named, tenant=tenant)
     return turn.finish_reason or "" if turn is not None else ""

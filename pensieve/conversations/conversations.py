@@ -37,7 +37,7 @@ from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.followers import FollowerLimits, TurnFollowers
 from pensieve.conversations.heads import ConversationSettings, check_salt
 from pensieve.conversations.history import History
-from pensieve.conversations.housekeeping import erased
+from pensieve.conversations.housekeeping import wait_until_erased
 from pensieve.conversations.live_turn import (
     LiveTurn,
     ReplyTokens,
@@ -165,10 +165,10 @@ class Conversations:
                 lane=source_id,  # keeps the fork in order with the changes of its source
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
-            self._engine.tell(ForkConversation(source, fork.num_tokens, target))
+            self._engine.try_put(ForkConversation(source, fork.num_tokens, target))
             return fork
 
-        return await self._threads.whole(sequence())
+        return await self._threads.run_to_end(sequence())
 
     async def rewind(
         self,
@@ -191,12 +191,12 @@ class Conversations:
                 tenant=tenant,
                 lane=conversation_id,
             )
-            self._engine.tell(
+            self._engine.try_put(
                 RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens)
             )
             return rewound
 
-        return await self._threads.whole(sequence())
+        return await self._threads.run_to_end(sequence())
 
     async def delete_last(
         self, seen: records.StoredConversation, pending: Sequence[records.NewMessage]
@@ -215,12 +215,12 @@ class Conversations:
             left = deleted.conversation
             if deleted.is_rewound:
                 key = cache_key(left.tenant, left.conversation_id)
-                self._engine.tell(RewindConversation(key, left.num_tokens))
+                self._engine.try_put(RewindConversation(key, left.num_tokens))
             if deleted.is_erasure_due:
-                await erased(self._history.finish_erasure, self._threads)
+                await wait_until_erased(self._history.finish_erasure, self._threads)
             return left
 
-        return await self._threads.whole(sequence())
+        return await self._threads.run_to_end(sequence())
 
     async def delete_prefix(self, prefix_id: str, tenant: str = "") -> None:
         """Delete a declared prefix. Conversations that began with it keep their messages and shared KV."""
@@ -247,23 +247,23 @@ class Conversations:
             if live is not None:
                 self.ends.give_up(live, is_interrupted=True)
             if not isinstance(deleted.error, NotFound):
-                self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
+                self._engine.try_put(DeleteConversation(cache_key(tenant, conversation_id)))
             if deleted.is_pending:
-                await erased(self._history.finish_erasure, self._threads)
+                await wait_until_erased(self._history.finish_erasure, self._threads)
             if deleted.error is not None:
                 try:
                     raise deleted.error
                 finally:
-                    del deleted  # as in `Threads.whole`
+                    del deleted  # as in `Threads.run_to_end`
 
-        await self._threads.whole(sequence())
+        await self._threads.run_to_end(sequence())
 
     # -- a turn begins --
 
     async def begin(self, request: TurnRequest) -> LiveTurn:
         """Begin a turn, or return the turn that this request retries."""
         self.arriving.add(request)
-        return await self._threads.whole(self._begin(request, self._threads.loop.time()))
+        return await self._threads.run_to_end(self._begin(request, self._threads.loop.time()))
 
     def find_live_retried(self, request: TurnRequest) -> LiveTurn | None:
         """Return the live turn that this request retries. Does not ask the store."""
@@ -406,7 +406,7 @@ class Conversations:
         for attempt_id, live in longer.items():
             if live.num_tokens and not live.num_timed:
                 self._events.first_token(live)
-            self.latencies.came(live, now)
+            self.latencies.tokens_arrived(live, now)
             self.followers.wake(attempt_id)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
@@ -426,4 +426,4 @@ class Conversations:
             if live is not None:
                 self.ends.give_up(live, error)
             else:
-                self._engine.tell(CancelTurn(needed.attempt_id, 0))  # a warm
+                self._engine.try_put(CancelTurn(needed.attempt_id, 0))  # a warm

@@ -5,8 +5,8 @@
     down     the engine died: its turns fail, and another engine process starts. A turn that kills several
              engine processes in succession is not retried for ever (`turns.Suspects`)
     drain    no new turns; running turns end or are interrupted
-    close    stop the engine, wait for tasks that must not be cut off (`Threads.whole`), then close the backup
-             and the history
+    close    stop the engine, wait for tasks that must not be cut off (`Threads.run_to_end`), then close the
+             backup and the history
 
 A turn is admitted or refused before it is tokenized or stored (admission.py). Other parts of the process
 subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs in other
@@ -43,7 +43,7 @@ from pensieve.conversations.housekeeping import (
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
 from pensieve.conversations.ownership import Claims, StaleConversations
-from pensieve.conversations.threads import Threads, aside
+from pensieve.conversations.threads import Threads, in_new_thread
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import BACKGROUND_ATTEMPT_ID_MIN
 from pensieve.conversations.unstored import checked
@@ -59,7 +59,7 @@ turn_log = logging.getLogger("pensieve.turns")  # separate, so that it can be si
 LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens")
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 SWEEP_SECONDS = 1.0
-LATE_SECONDS = 1.0  # a longer stall of the event loop is logged
+STALL_LOGGED_SECONDS = 1.0  # a longer stall of the event loop is logged
 CALL_TOKENS = 1  # charged for each call that changes the history, where tokens are limited
 LOADING = "the model is loading; retry in a few seconds"
 
@@ -101,8 +101,8 @@ class Daemon:
         self.threads = Threads(self._loop, self.config.text_threads, events.failed, store.num_lanes)
         # None if no other daemon shares the history.
         self.claims = Claims(store, self.threads) if store.is_shared else None
-        self.damage = Damage(store, self.threads, self._tell_serving)
-        self.full_disk = FullDisk(store, self.threads, self._tell_serving)
+        self.damage = Damage(store, self.threads, self._publish_serving)
+        self.full_disk = FullDisk(store, self.threads, self._publish_serving)
         self.reader = store.reader()  # for the read thread, also while the model is loading
         self._erasing = Eraser(store.erasure, self.threads)
         self.backing_up: BackupWriter | None = None
@@ -362,7 +362,7 @@ class Daemon:
 
     def _on_events(self, events: list[box.EngineTurnEvent]) -> None:
         if self._conversations is not None:
-            self.meter.took(events, self._conversations.turns.of_attempt)
+            self.meter.engine_events(events, self._conversations.turns.of_attempt)
             self._conversations.take(
                 [event for event in events if event.attempt_id < BACKGROUND_ATTEMPT_ID_MIN]
             )
@@ -379,9 +379,9 @@ class Daemon:
         self.admission.engine_started(ready.cost)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()
-        self._tell_serving()
+        self._publish_serving()
 
-    def _tell_serving(self) -> None:
+    def _publish_serving(self) -> None:
         self.events.serving(self.serving)
 
     async def stats(self) -> box.Answer:
@@ -390,7 +390,7 @@ class Daemon:
     async def check(self) -> list[str]:
         """Check cache, scheduler and history, and return the problems found."""
         answer = await self.engine.query(box.CheckIntegrity)
-        return [*answer.problems, *(await aside(self.store.verify))]
+        return [*answer.problems, *(await in_new_thread(self.store.verify))]
 
     async def _sweep(self, conversations: Conversations) -> None:
         """Once a second: cancel stalled readers, erase what is due, collect garbage when no turn runs."""
@@ -398,7 +398,7 @@ class Daemon:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             late = self._loop.time() - before - SWEEP_SECONDS
-            if late > LATE_SECONDS:
+            if late > STALL_LOGGED_SECONDS:
                 log.warning("the event loop stalled for %.1f s; every stream waited", late)
             before = self._loop.time()
             is_idle = not self.num_turns

@@ -74,12 +74,12 @@ class Warmer:
                     await self._text_pool.renew(found)
                 if found is not None:
                     weight = self._admission.weight_of(tenant, self._threads.loop.time())
-                    is_put = self._engine.tell(replace(found, share=tenant, weight=weight))
+                    is_put = self._engine.try_put(replace(found, share=tenant, weight=weight))
             finally:
                 if not is_put:
                     self.turns.end_warm(attempt_id)
 
-        await self._threads.whole(sequence())
+        await self._threads.run_to_end(sequence())
 
 
 class DeclaredPrefixes:

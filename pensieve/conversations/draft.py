@@ -102,7 +102,7 @@ class TurnRequest:
             history_digest=self.history_digest,
         )
 
-    def says_the_same_as(self, other: TurnRequest) -> bool:
+    def has_same_content_as(self, other: TurnRequest) -> bool:
         """Whether the store would accept one request as a retry of the other (`begin_turn`)."""
         return self.new_turn("", 0).content() == other.new_turn("", 0).content()
 

@@ -215,7 +215,7 @@ class EngineClient:
         if not self._writer.is_closing():  # if it is closing, `_listen` soon notices the end
             self._writer.write(packed)
 
-    def tell(self, message: EngineMessage) -> bool:
+    def try_put(self, message: EngineMessage) -> bool:
         """Send a message without raising; return whether it was sent."""
         try:
             self.put(message)

@@ -111,7 +111,7 @@ class TurnFollowers:
         """Start the grace period of a turn, unless it has a follower or has ended."""
         if live.finish is None and live.attempt_id not in self._followers:
             self._cancel_grace(live.attempt_id)
-            self._step_of_grace(live, GRACE_STEPS, self._loop.time())
+            self._grace_step(live, GRACE_STEPS, self._loop.time())
 
     def has_follower(self, live: LiveTurn) -> bool:
         return live.attempt_id in self._followers
@@ -152,12 +152,12 @@ class TurnFollowers:
         if (grace := self._graces.pop(attempt_id, None)) is not None:
             grace.cancel()
 
-    def _step_of_grace(self, live: LiveTurn, num_left: int, due: float) -> None:
+    def _grace_step(self, live: LiveTurn, num_left: int, due: float) -> None:
         now, step = self._loop.time(), self._limits.grace_seconds / GRACE_STEPS
         is_late = now - due > step
         if num_left > 0 or (is_late and num_left > -GRACE_STEPS):
             self._graces[live.attempt_id] = self._loop.call_at(
-                now + step, self._step_of_grace, live, num_left - 1, now + step
+                now + step, self._grace_step, live, num_left - 1, now + step
             )
             return
         self._graces.pop(live.attempt_id, None)

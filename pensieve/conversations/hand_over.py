@@ -42,9 +42,9 @@ from pensieve.errors import NotFound, PensieveError, Unavailable, whole_line
 log = logging.getLogger("pensieve")
 PART_BYTES = 2 << 20
 EXPORTS_MAX = 2
-RUNS_SECONDS_MAX = 5.0  # to wait until a turn that was just interrupted has left the engine
-LOOK_SECONDS = 0.02
-ALWAYS_SECONDS = 60.0  # the deadline if KV is always fetched
+RUNNING_TURN_SECONDS_MAX = 5.0  # to wait until a turn that was just interrupted has left the engine
+POLL_SECONDS = 0.02
+ALWAYS_FETCH_SECONDS = 60.0  # the deadline if KV is always fetched
 
 
 class KvHeader(NamedTuple):
@@ -115,7 +115,7 @@ class KvSource:
     async def _first(self, key: str, num_tokens: int) -> KvExported:
         """Export the first part. Waits for a turn that is being interrupted."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + RUNS_SECONDS_MAX
+        deadline = loop.time() + RUNNING_TURN_SECONDS_MAX
         while True:
             exported = await self._export(key, num_tokens, 0)
             if exported.refusal == NO_PAGES:
@@ -124,7 +124,7 @@ class KvSource:
                 return exported
             if loop.time() >= deadline:
                 raise Unavailable("a turn of the conversation still runs here")
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _export(self, key: str, num_tokens: int, before_chunk: int) -> KvExported:
         return await self._daemon.engine.export(
@@ -163,7 +163,7 @@ class KvReceiver:
     async def turn_begun(self, live: LiveTurn) -> None:
         """Fetch the KV of a conversation that another daemon owned until now, if computing takes longer."""
         store, named = self._daemon.store, (live.tenant, live.conversation_id)
-        address = store.came_from.pop(named, "")
+        address = store.kv_sources.pop(named, "")
         if address:
             await self.pull(address, *named)
 
@@ -177,7 +177,7 @@ class KvReceiver:
         try:
             identity = identity_of(self._daemon)
             transfer = await self._prepared(address, tenant, conversation_id)
-            seconds = ALWAYS_SECONDS if self._always else transfer.wanted.seconds
+            seconds = ALWAYS_FETCH_SECONDS if self._always else transfer.wanted.seconds
             async with asyncio.timeout(seconds):
                 await self._run(transfer, identity, tenant, conversation_id)
             why = ""

@@ -222,7 +222,7 @@ class History:
         self.forget(tenant, conversation_id)
         try:
             if turn_id is not None:
-                self._store.erasure.in_reserve(lambda: self.interrupt(turn_id))
+                self._store.erasure.run_deletion(lambda: self.interrupt(turn_id))
             self._store.delete_conversation(conversation_id, tenant=tenant, unchanged=unchanged)
         except ErasurePending:
             return Deleted(turn_id, None, True)
@@ -506,7 +506,7 @@ class History:
         self, request: TurnRequest, stored: records.StoredTurn | None
     ) -> RetriedTurn | None:
         """Return the stored turn with this request_id for a retry; None if it may begin (again)."""
-        if stored is None or stored.state not in records.KNOWN_STATES:
+        if stored is None or stored.state not in records.NOT_RESTARTED_STATES:
             return None
         # `begin_turn` begins nothing for a turn in these states, but compares the content.
         new_turn = self._new_turn(request, request.request_id)

@@ -18,7 +18,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from pensieve.conversations.threads import Threads, aside
+from pensieve.conversations.threads import Threads, in_new_thread
 from pensieve.errors import (
     DiskFull,
     ErasurePending,
@@ -41,7 +41,7 @@ FORGET_PAUSE_SECONDS = 0.05
 FORGET_PASSES = 24  # number of passes in the time for which an entry is kept
 FORGET_SECONDS_MAX = 3600.0  # between two passes
 SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX = 0.02, 60.0
-FULL_SECONDS = 2.0  # between two checks of a full disk
+FULL_DISK_CHECK_SECONDS = 2.0  # between two checks of a full disk
 
 
 class Eraser:
@@ -74,7 +74,7 @@ class Eraser:
             self._is_at_work = False
 
 
-async def erased(finish: Callable[[], None], threads: Threads) -> None:
+async def wait_until_erased(finish: Callable[[], None], threads: Threads) -> None:
     """Repeat `finish` in a store thread until everything is erased. Raises ErasurePending at the deadline."""
     deadline = threads.loop.time() + ERASED_SECONDS_MAX
     while True:
@@ -127,7 +127,7 @@ def start_expiring(
     async def look() -> int:
         num_erased, after = 0, 0
         while True:
-            idle, last = await threads.in_reader(
+            idle, last = await threads.in_read_thread(
                 NOBODY, reader.idle_conversations, now() - keep_seconds, after
             )
             for each in idle:
@@ -184,13 +184,13 @@ class Scrubber:
         while True:
             num_passes, pause_seconds = self.num_passes, most
             try:
-                num_steps = await self._threads.in_reader(NOBODY, self._scrub.num_steps)
+                num_steps = await self._threads.in_read_thread(NOBODY, self._scrub.num_steps)
                 pause_seconds = min(max(self._seconds / num_steps, least), most)
                 while num_passes == self.num_passes:
                     await asyncio.sleep(pause_seconds)
                     if self._is_pending():
                         continue
-                    if problems := await self._threads.in_reader(NOBODY, self._scrub.step):
+                    if problems := await self._threads.in_read_thread(NOBODY, self._scrub.step):
                         return await self._on_damage(problems)
                     self._failure_logged = False
             except PensieveError as error:  # such as an unreadable sector, or no free descriptor
@@ -224,7 +224,7 @@ class Damage:
 
         async def check() -> None:
             try:
-                problems = await aside(self._store.integrity_check)
+                problems = await in_new_thread(self._store.integrity_check)
             except StoreCorrupt as error:
                 problems = [str(error)]
             except PensieveError as error:  # the next start tries again
@@ -286,7 +286,7 @@ class FullDisk:
 
     async def _wait_for_room(self) -> None:
         while self.is_full:
-            await asyncio.sleep(FULL_SECONDS)
+            await asyncio.sleep(FULL_DISK_CHECK_SECONDS)
             with contextlib.suppress(PensieveError):
                 has_room = await self._threads.in_store(NOBODY, self._store.erasure.has_room)
                 self.is_full = not has_room

@@ -2,9 +2,9 @@
 
 The counts continue when the engine process is restarted:
 
-    took         the engine published events: a token, or the end of a turn (including jobs' turns and warms)
-    turn_ended   a client's turn has ended, and its end is in the history
-    refused      a request for a turn was refused
+    engine_events  the engine published events: tokens, and ends of turns (also of jobs' turns and warms)
+    turn_ended     a client's turn has ended, and its end is in the history
+    refused        a request for a turn was refused
 
 Where vLLM has a histogram with the same meaning, the bounds here are those of vLLM. Everything belongs to the
 event loop, except `commits`, which the writer of the history increments.
@@ -61,7 +61,7 @@ class Meter:
         self.output_tokens = Histogram(TURN_TOKENS)
         self.commits = Histogram(COMMIT_SECONDS)
 
-    def took(
+    def engine_events(
         self, events: Sequence[EngineEvent], turn_of: Callable[[int], LiveTurn | None]
     ) -> None:
         """Count events. `turn_of` must find live turns by attempt_id, also turns that these events end."""
@@ -119,7 +119,7 @@ class Latencies:
         self.first_tokens = Histogram(FIRST_TOKEN_SECONDS)
         self.token_gaps = Histogram(TOKEN_GAP_SECONDS)
 
-    def came(self, live: LiveTurn, now: float) -> None:
+    def tokens_arrived(self, live: LiveTurn, now: float) -> None:
         """Record that new tokens of a turn have come."""
         num_new = live.num_tokens - live.num_timed
         if num_new <= 0:

@@ -9,7 +9,7 @@ A call for a conversation that another daemon owns fails with OwnedElsewhere and
 HTTP servers forward such calls to the owner (api/grpc/forwarding.py). If another daemon takes a conversation
 while a turn of it runs here, the store refuses the end of that turn.
 
-Everything runs on the event loop, except `_stale`, which the store thread calls.
+Everything runs on the event loop, except `_on_stale`, which the store thread calls.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class StaleConversations:
     ) -> None:
         self._history, self._conversations = history, conversations
         self._threads, self._engine = threads, engine
-        store.watch(self._stale)
+        store.watch(self._on_stale)
 
-    def _stale(self, tenant: str, conversation_id: str) -> None:
+    def _on_stale(self, tenant: str, conversation_id: str) -> None:
         """Called in a store thread when a claim took a conversation from another session."""
         self._history.forget(tenant, conversation_id)
         self._threads.loop.call_soon_threadsafe(self._drop, tenant, conversation_id)
@@ -89,4 +89,4 @@ class StaleConversations:
         for live in self._conversations.turns.all_live():
             if (live.tenant, live.conversation_id) == (tenant, conversation_id):
                 self._conversations.ends.give_up(live, Unavailable(TAKEN))
-        self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
+        self._engine.try_put(DeleteConversation(cache_key(tenant, conversation_id)))

@@ -14,13 +14,13 @@ jobs of a lane resume in the order of the jobs. So if a coroutine acts on its re
 anything else, all actions on a conversation happen in the order of the store.
 
 **Sequences.** Sometimes further steps must follow a job even if the caller is cancelled. Then the job and
-these steps run in a separate task, a *sequence* (`whole`).
+these steps run in a separate task, a *sequence* (`run_to_end`).
 
 **Failures.** An unexpected exception in a background task is passed to `on_failure`, because other code may
 be waiting for that task.
 
-Jobs that read a whole history run in separate threads (`aside`). The process does not wait for these threads
-when it exits.
+Jobs that read a whole history run in separate threads (`in_new_thread`). The process does not wait for these
+threads when it exits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pensieve.errors import PensieveError
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
-LOOK_SECONDS = 0.1  # between two measurements of LoopLag
+LAG_TIMER_SECONDS = 0.1  # between two measurements of LoopLag
 WINDOW_SECONDS = 60.0  # for which LoopLag keeps measurements
 
 
@@ -62,11 +62,11 @@ class _OwnThreads(Executor):
             else:
                 future.set_result(result)
 
-        threading.Thread(target=run, name="aside", daemon=True).start()
+        threading.Thread(target=run, name="in_new_thread", daemon=True).start()
         return future
 
 
-async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
+async def in_new_thread(function: Callable[..., T], /, *arguments: Any) -> T:
     """Call a function in a new thread. The process can exit while the thread still runs."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_OwnThreads(), function, *arguments)
@@ -85,7 +85,7 @@ class Quantiles:
         found = sorted(values)
         if not found:
             return cls()
-        return cls(_at(found, 0.5), _at(found, 0.99), found[-1])
+        return cls(_quantile(found, 0.5), _quantile(found, 0.99), found[-1])
 
 
 class WaitingJobs(NamedTuple):
@@ -96,7 +96,7 @@ class WaitingJobs(NamedTuple):
 
 
 class LoopLag:
-    """Measure how late the event loop runs a timer of LOOK_SECONDS. Every stream has the same delay.
+    """Measure how late the event loop runs a timer of LAG_TIMER_SECONDS. Every stream has the same delay.
 
     Belongs to the event loop.
     """
@@ -108,8 +108,8 @@ class LoopLag:
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
-            await asyncio.sleep(LOOK_SECONDS)
-            self.add(loop.time(), max(loop.time() - before - LOOK_SECONDS, 0.0))
+            await asyncio.sleep(LAG_TIMER_SECONDS)
+            self.add(loop.time(), max(loop.time() - before - LAG_TIMER_SECONDS, 0.0))
 
     def add(self, now: float, late: float) -> None:
         self._late.append((now, late))
@@ -120,7 +120,7 @@ class LoopLag:
         return Quantiles.of([late for _, late in self._late])
 
 
-def _at(found: Sequence[float], share: float) -> float:
+def _quantile(found: Sequence[float], share: float) -> float:
     return found[max(math.ceil(share * len(found)) - 1, 0)]
 
 
@@ -156,7 +156,7 @@ class Threads:
         place = zlib.crc32(f"{tenant}\0{lane}".encode()) % len(self._lanes) if lane else 0
         return await self._lanes[place].run(tenant, lambda: function(*arguments, **named))
 
-    async def store_answers(self) -> None:
+    async def wait_for_store(self) -> None:
         """Return once every store thread has run a job."""
         await asyncio.gather(*(each.run("", lambda: None) for each in self._lanes))
 
@@ -167,7 +167,7 @@ class Threads:
             sum(each.num_jobs for each in waiting), max(each.oldest_seconds for each in waiting)
         )
 
-    async def in_reader(
+    async def in_read_thread(
         self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
     ) -> T:
         return await self._read_thread.run(tenant, lambda: function(*arguments, **named))
@@ -175,7 +175,7 @@ class Threads:
     async def in_text_pool(self, tenant: str, function: Callable[[], T]) -> T:
         return await self._text_pool.run(tenant, function)
 
-    async def whole(self, sequence: Coroutine[Any, Any, T]) -> T:
+    async def run_to_end(self, sequence: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, even if the caller is cancelled."""
         task = self.loop.create_task(sequence)
         self._sequences.add(task)
@@ -282,19 +282,21 @@ class FairPool:
                 self._queues[tenant] = queue  # behind all others
         try:
             is_wanted = not (self._drops_abandoned and job.done.cancelled())
-            self._answer(job.done, job.function() if is_wanted else None, None)
+            self._report_result(job.done, job.function() if is_wanted else None, None)
         except Exception as error:
-            self._answer(job.done, None, error)
+            self._report_result(job.done, None, error)
         finally:
             # An error refers to its frames. A reference from a frame to the future would make a cycle.
             del job
 
-    def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    def _report_result(
+        self, done: asyncio.Future[Any], value: Any, error: Exception | None
+    ) -> None:
         """Called in the pool's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
-            self._loop.call_soon_threadsafe(self._give, done, value, error)
+            self._loop.call_soon_threadsafe(self._set_result, done, value, error)
 
-    def _give(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    def _set_result(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
         del self._since[done]
         if done.done():
             return  # the caller is gone

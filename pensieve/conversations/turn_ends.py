@@ -72,7 +72,7 @@ from pensieve.store.responses import StoredResponse
 
 log = logging.getLogger("pensieve")
 NO_REVISION = 0  # of an unstored turn
-READ_CHARACTERS_MAX = 16 << 10  # the text pool parses longer replies for tool calls
+INLINE_PARSE_CHARACTERS_MAX = 16 << 10  # the text pool parses longer replies for tool calls
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 
@@ -115,12 +115,12 @@ class TurnEnds:
             )  # a second stop never keeps more than the first
         if not live.stopped:
             live.stopped = True
-            self._tell_to_stop(live)
+            self._send_stop(live)
 
     def submitted(self, live: LiveTurn) -> None:
         """Repeat a stop that came before the engine had the turn."""
         if live.stopped:
-            self._tell_to_stop(live)
+            self._send_stop(live)
 
     def give_up(
         self, live: LiveTurn, failure: PensieveError | None = None, *, is_interrupted: bool = False
@@ -133,7 +133,7 @@ class TurnEnds:
         if live.phase is not TurnPhase.RUNNING:
             return
         live.move_to(TurnPhase.GIVING_UP)
-        self._engine.tell(CancelTurn(live.attempt_id, live.history_tokens))
+        self._engine.try_put(CancelTurn(live.attempt_id, live.history_tokens))
         finish = FinishReason.FAILED
         if failure is None:
             failure, finish = TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED
@@ -185,9 +185,9 @@ class TurnEnds:
 
     # -- inside --
 
-    def _tell_to_stop(self, live: LiveTurn) -> None:
+    def _send_stop(self, live: LiveTurn) -> None:
         num_tokens = live.history_tokens + live.prompt_tokens + live.num_tokens
-        self._engine.tell(CancelTurn(live.attempt_id, num_tokens))
+        self._engine.try_put(CancelTurn(live.attempt_id, num_tokens))
 
     def _count_engine_death(self, live: LiveTurn) -> bool:
         """Count a death of the engine for a turn that it had. Return whether the turn has too many deaths."""
@@ -249,7 +249,7 @@ class TurnEnds:
         if live.reply.logprobs:  # packing them may take long
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
-        if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
+        if (chain := reply.chain) is not None and len(reply.text) > INLINE_PARSE_CHARACTERS_MAX:
             read = partial(chain.state, reply.content, reply.stream)
             if not reply.is_cut:  # the text of a cut reply is not known yet
                 state = await self._threads.in_text_pool(live.tenant, read)

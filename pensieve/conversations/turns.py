@@ -157,7 +157,7 @@ class Turns:
         live = self._of_request.get((request.tenant, request.conversation_id, request.request_id))
         if live is None or live.request is None or live.phase is TurnPhase.GIVING_UP:
             return None
-        return live if request.says_the_same_as(live.request) else None
+        return live if request.has_same_content_as(live.request) else None
 
     def of_request_id(self, tenant: str, conversation_id: str, request_id: str) -> LiveTurn | None:
         """Return the live turn with this request_id, whatever its content and phase."""

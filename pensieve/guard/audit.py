@@ -43,7 +43,7 @@ LINES_MAX = 10_000
 BATCH_LINES_MAX = 500
 CHARACTERS_MAX = 128  # maximum per value
 CLOSE_SECONDS = 5.0
-AGAIN_SECONDS = 3600.0
+USE_LOGGED_SECONDS = 3600.0  # between two lines about one token and connection
 USES_MAX = 10_000  # remembered pairs of token and connection; the oldest are forgotten
 REFUSED_PER_SECOND = 1.0  # bursts have up to ten seconds' worth of lines
 
@@ -77,7 +77,7 @@ class Audit:
             return
         key, now = (token, peer), self._now()
         last = self._used.get(key)
-        if last is not None and now - last < AGAIN_SECONDS:
+        if last is not None and now - last < USE_LOGGED_SECONDS:
             return
         self._used[key] = now
         self._used.move_to_end(key)

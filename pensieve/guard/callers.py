@@ -32,8 +32,8 @@ from pensieve.guard.limits import INTEGER_LIMITS, LIMIT_NAMES, NO_LIMITS, Limits
 from pensieve.store.records import ID_PATTERN
 
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
-WRITTEN = {"tenant": str, "admin": bool, "known": bool, "priority_max": int, "token": str}
-SHOWN_DIGITS = 12  # digits of the digest that are shown for a token without a name
+CALLER_FIELDS = {"tenant": str, "admin": bool, "known": bool, "priority_max": int, "token": str}
+LOG_NAME_DIGITS = 12  # digits of the digest that identify a token without a name in the audit log
 LOCAL_PREFIX = "unix:"  # prefix of peers on the socket; no tenant's name contains a colon
 
 
@@ -54,12 +54,13 @@ class Token:
     admin: bool = False
     limits: Limits = NO_LIMITS
     priority_max: int = PRIORITY_MAX  # of its turns; higher priorities are lowered to this one
-    name: str = ""  # in the audit log
+    name: str = ""  # in the token file and the audit log
     is_peer: bool = False  # belongs to the other daemons of a cluster
 
     @property
-    def shown(self) -> str:
-        return self.name or self.sha256.hex()[:SHOWN_DIGITS]
+    def log_name(self) -> str:
+        """The token's name in the audit log."""
+        return self.name or self.sha256.hex()[:LOG_NAME_DIGITS]
 
 
 @dataclass(frozen=True)
@@ -198,22 +199,22 @@ class KnownTokens:
             token.tenant,
             admin,
             priority_max=token.priority_max,
-            token=token.shown,
+            token=token.log_name,
             is_peer=token.is_peer,
         )
 
 
-def written_caller(by: Caller) -> str:
+def encode_caller(by: Caller) -> str:
     """Encode a caller for another daemon: one line of ASCII."""
-    fields = {name: getattr(by, name) for name in WRITTEN}
+    fields = {name: getattr(by, name) for name in CALLER_FIELDS}
     return json.dumps(fields, separators=(",", ":"))
 
 
-def read_caller(text: str) -> Caller:
+def decode_caller(text: str) -> Caller:
     """Decode a caller from another daemon; raises InvalidArgument."""
     try:
         fields = json.loads(text)
-        if {name: type(value) for name, value in fields.items()} != WRITTEN:
+        if {name: type(value) for name, value in fields.items()} != CALLER_FIELDS:
             raise ValueError(text)
     except (ValueError, AttributeError):
         raise InvalidArgument("caller", "is not in the format that daemons use") from None

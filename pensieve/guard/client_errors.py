@@ -23,7 +23,8 @@ from pensieve.errors import (
 
 # Seconds until a retry, by class; the first matching class counts. Clients add their own backoff.
 RETRY_SECONDS = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
-TEXTS_OF_THE_MACHINE = {
+# What clients get instead of a text that is only for the log; the first matching class counts.
+GENERIC_TEXTS = {
     StoreUnavailable: "the history cannot be read or written at present",
     StoreError: "the stored history cannot be used",
     ModelError: "the model cannot do this",
@@ -38,18 +39,18 @@ DISK_FULL = (
 
 def client_text(error: PensieveError) -> str:
     """Return the error's text in one line, without details that only the operator may know."""
-    if is_of_the_machine(error):
+    if is_for_the_log(error):
         if isinstance(error, DiskFull):
             return DISK_FULL
-        texts = TEXTS_OF_THE_MACHINE.items()
+        texts = GENERIC_TEXTS.items()
         text = next(text for kind, text in texts if isinstance(error, kind))
         return f"{text}; the daemon's log says more"
     return shortened(str(error))
 
 
-def is_of_the_machine(error: PensieveError) -> bool:
-    """Return whether the error's text may name files of this machine. Such a text belongs only in the log."""
-    return isinstance(error, tuple(TEXTS_OF_THE_MACHINE))
+def is_for_the_log(error: PensieveError) -> bool:
+    """Return whether the error's text is only for the log, because it may name files of this machine."""
+    return isinstance(error, tuple(GENERIC_TEXTS))
 
 
 def retry_seconds(error: PensieveError) -> float | None:

@@ -12,7 +12,8 @@ from typing import Any
 from pensieve.errors import ConfigError
 from pensieve.guard.callers import Token
 
-NO_HOSTS = ("unix", "unix-abstract", "vsock")  # schemes of gRPC addresses, which are not host names
+# schemes of gRPC addresses
+NOT_HOST_NAMES = ("unix", "unix-abstract", "vsock")
 METRICS_ON_HTTP = "http"  # value of `metrics`: serve them on the port of the HTTP APIs
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
@@ -90,7 +91,7 @@ def _is_host(host: str) -> bool:
     """
     if host.startswith("["):
         return host.endswith("]") and _ip_address(host) is not None
-    return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NO_HOSTS
+    return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NOT_HOST_NAMES
 
 
 def is_loopback(host: str) -> bool:

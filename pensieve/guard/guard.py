@@ -40,21 +40,21 @@ from pensieve.guard.callers import (
     Caller,
     KnownTokens,
     Token,
+    decode_caller,
     group_of,
-    read_caller,
     set_caller,
 )
-from pensieve.guard.client_errors import is_of_the_machine
+from pensieve.guard.client_errors import is_for_the_log
 from pensieve.guard.limits import Allowance, Allowances
 from pensieve.guard.request_bodies import IncomingBodies, ReceivedBytes, Transport
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 class CallKind(NamedTuple):
-    """Properties of a method or endpoint that the guard uses."""
+    """The properties of a method or endpoint that decide how the guard treats its calls."""
 
     access: Access = Access.CALLER
     is_counted: bool = True  # counts towards the tenant's limits
@@ -94,7 +94,7 @@ class Guard:
             found = self._tokens.authenticate(access, authorization, peer)
         except PensieveError as error:
             token = self._tokens.find(authorization)
-            self.audit.refused(name, peer, error.reason, "" if token is None else token.shown)
+            self.audit.refused(name, peer, error.reason, "" if token is None else token.log_name)
             raise
         if found.token:
             self.audit.token_used(found.token, found.tenant, peer)
@@ -117,18 +117,18 @@ class GuardedCall:
         kind: CallKind,
         name: str,
         transport: Transport,
-        tell: Callable[[PensieveError], Awaitable[None]],
+        send_error: Callable[[PensieveError], Awaitable[None]],
         audited: Callable[[], AuditedCall | None] | None = None,
     ) -> None:
-        """`name`: method or path, for logs. `tell` sends an error to the client.
+        """`name`: method or path, for logs. `send_error` sends an error to the client.
 
         `audited` returns the entry for the audit log. It is called when a call with a known caller ends.
         """
         self.name = name
         self.caller: Caller | None = None  # set by `enter`
-        self.has_left = False  # set if the client disconnected, or the handler sent an error
+        self.ended_early = False  # the client has disconnected, or the handler has sent an error
         self._guard, self._kind, self._transport = guard, kind, transport
-        self._tell, self._audited = tell, audited
+        self._send_error, self._audited = send_error, audited
         self._began = _now() if audited is not None else 0.0
         self._allowance: Allowance | None = None  # set if the call is counted
         self._num_unread_bytes = 0  # bytes of an unstreamed answer, until the call ends
@@ -151,7 +151,7 @@ class GuardedCall:
         )
         is_forwarded = found.is_peer and kind.access in (Access.CALLER, Access.PEER)
         if is_forwarded and (by := forwarded()) is not None:
-            return self.enter_forwarded(read_caller(by))
+            return self.enter_forwarded(decode_caller(by))
         set_caller(found)
         if kind.is_counted:
             self._allowance = allowance = guard.allowance(found.tenant)
@@ -185,7 +185,9 @@ class GuardedCall:
         incoming, transport = self._guard.incoming, self._transport
         peer = transport.peer()
         if not self.caller.known:
-            return await incoming.strangers_body(transport, peer, is_watch=self._kind.is_watch)
+            return await incoming.unknown_callers_body(
+                transport, peer, is_watch=self._kind.is_watch
+            )
         receive = incoming.piecewise if in_pieces else incoming.body
         raw, received = await receive(transport, group_of(self.caller, peer))
         if self._kind.is_counted:
@@ -194,7 +196,7 @@ class GuardedCall:
             received.release()  # a watch may stay open without limit
         return raw
 
-    def answers(self, num_bytes: int) -> None:
+    def count_answer(self, num_bytes: int) -> None:
         """Count an unstreamed answer. Raises QueueFull if the tenant would have too many unread bytes."""
         if self._allowance is None:
             return
@@ -212,7 +214,7 @@ class GuardedCall:
             await write(piece)
             return
         while allowance.num_unread_bytes and allowance.unread_exceeded(num_bytes) is not None:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         allowance.num_unread_bytes += num_bytes
         try:
             await write(piece)
@@ -231,7 +233,7 @@ class GuardedCall:
         outcome = "CANCELLED"
         try:
             if error is None:
-                outcome = outcome if self.has_left else "OK"
+                outcome = outcome if self.ended_early else "OK"
             elif isinstance(error, PensieveError):
                 outcome = error.reason
                 await self._failed(error)
@@ -240,7 +242,7 @@ class GuardedCall:
                 log.error("incident %s in %s", incident, self.name, exc_info=error)
                 fault = ServerFault(f"internal error {incident}")
                 self._guard.count_refusal(fault)
-                await self._tell(fault)
+                await self._send_error(fault)
             else:
                 return False
             return True
@@ -252,11 +254,11 @@ class GuardedCall:
 
     async def _failed(self, error: PensieveError) -> None:
         self._guard.count_refusal(error)
-        if is_of_the_machine(error):
+        if is_for_the_log(error):
             log.error("%s failed: %s", self.name, whole_line(error))
         if self._allowance is not None:
             await self._pause(self._allowance.seconds_to_refuse(error, _now()))
-        await self._tell(error)
+        await self._send_error(error)
 
     def _audit(self, outcome: str, audited: AuditedCall | None) -> None:
         assert self.caller is not None

@@ -68,14 +68,14 @@ class Bucket:
         self.rate = rate
         self.saved = 0.0  # negative: debt
         self._least = least
-        self._counted_at = now
+        self._filled_at = now
         self.saved = self.most
 
     def change(self, rate: float | None, now: float) -> None:
         """Set another rate. The saved amount or debt stays, limited to the new maximum."""
         if rate == self.rate:
             return
-        self._count(now)
+        self._refill(now)
         had_rate, self.rate = self.rate is not None, rate
         self.saved = min(self.saved, self.most) if had_rate else self.most
 
@@ -83,19 +83,19 @@ class Bucket:
         """Return the saved amount; None without a limit."""
         if self.rate is None:
             return None
-        self._count(now)
+        self._refill(now)
         return self.saved
 
     def seconds_until(self, amount: float, now: float) -> float:
         """Return the time until this amount is saved."""
         if self.rate is None:
             return 0.0
-        self._count(now)
+        self._refill(now)
         return max(amount - self.saved, 0.0) / self.rate
 
     def spend(self, amount: float, now: float) -> None:
         if self.rate is not None:
-            self._count(now)
+            self._refill(now)
             self.saved -= amount
 
     def pause(self, now: float) -> float:
@@ -109,10 +109,10 @@ class Bucket:
     def most(self) -> float:
         return 0.0 if self.rate is None else max(self.rate * BURST_SECONDS, self._least)
 
-    def _count(self, now: float) -> None:
-        earned = (self.rate or 0.0) * (now - self._counted_at)
+    def _refill(self, now: float) -> None:
+        earned = (self.rate or 0.0) * (now - self._filled_at)
         self.saved = min(self.saved + earned, self.most)
-        self._counted_at = now
+        self._filled_at = now
 
 
 class Allowance:

@@ -21,7 +21,7 @@ from pensieve.errors import ConfigError, whole_line
 from pensieve.guard.callers import Token, read_tokens
 
 log = logging.getLogger("pensieve")
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
 
@@ -35,10 +35,10 @@ class Watched:
 
     def has_changed(self) -> bool:
         """Return whether a file has changed since the last call; True at the first call."""
-        before, self._stamp = self._stamp, self._present()
+        before, self._stamp = self._stamp, self._current_stamp()
         return self._stamp != before
 
-    def _present(self) -> Stamp | None:
+    def _current_stamp(self) -> Stamp | None:
         try:
             found = [path.stat() for path in self._paths]
         except OSError:
@@ -74,7 +74,7 @@ async def watch_tokens(
                     log.info("%d tokens are in force from now on", len(tokens))
                     on_reload(len(tokens), "")
                 before, problem = tokens, ""
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 class Reloaded(Generic[T]):

@@ -31,7 +31,7 @@ RECEIVING_MAX = 16
 SENDING_MAX = 4  # client streams per group
 BODY_SECONDS = 30.0
 HELD_BYTES_MAX = 32 << 20
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 class BodySource(Protocol):
@@ -65,7 +65,7 @@ class BodyLimits:
 
 
 @dataclass(frozen=True)
-class StrangerLimits:
+class UnknownCallerLimits:
     """Limits of all unknown callers together."""
 
     receiving_max: int = 8  # bodies at a time; if another body arrives, the oldest is dropped
@@ -91,15 +91,15 @@ class ReceivedBytes:
 
 class IncomingBodies:
     def __init__(
-        self, known: BodyLimits | None = None, strangers: StrangerLimits | None = None
+        self, known: BodyLimits | None = None, unknown: UnknownCallerLimits | None = None
     ) -> None:
         self._known = known or BodyLimits()
-        self._strangers = strangers or StrangerLimits()
+        self._unknown_limits = unknown or UnknownCallerLimits()
         self._slots: dict[str, asyncio.Semaphore] = {}  # by group; bounded by the token file
         self.bytes_held = Counts[str]()  # by group
         self._num_sending = Counts[str]()  # client streams, by group
-        self._strangers_bodies: list[asyncio.Timeout] = []  # oldest first
-        self._strangers_calls = Counts[str]()  # by connection
+        self._unknown_bodies: list[asyncio.Timeout] = []  # oldest first
+        self._unknown_calls = Counts[str]()  # by connection
         self._num_watches = 0
 
     async def body(self, source: BodySource, group: str) -> tuple[bytes, ReceivedBytes]:
@@ -157,16 +157,16 @@ class IncomingBodies:
 
     async def _wait_for_room(self, group: str) -> None:
         while self.bytes_held[group] > HELD_BYTES_MAX:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
-    async def strangers_body(self, source: BodySource, peer: str, *, is_watch: bool) -> bytes:
+    async def unknown_callers_body(self, source: BodySource, peer: str, *, is_watch: bool) -> bytes:
         """Return a request of an unknown caller; raises QueueFull if there are too many calls."""
         if is_watch:
             self._enter_watch(source)
         else:
             self._enter_call(source, peer)
-        seconds, bodies = self._strangers.seconds, self._strangers_bodies
-        if len(bodies) >= self._strangers.receiving_max:
+        seconds, bodies = self._unknown_limits.seconds, self._unknown_bodies
+        if len(bodies) >= self._unknown_limits.receiving_max:
             oldest = bodies.pop(0)
             if not oldest.expired():
                 oldest.reschedule(0.0)
@@ -184,8 +184,8 @@ class IncomingBodies:
 
     def _enter_call(self, source: BodySource, peer: str) -> None:
         """Count the call until its transport ends: the client may leave the answer unread for long."""
-        calls = self._strangers_calls
-        if calls[peer] >= self._strangers.calls_max:
+        calls = self._unknown_calls
+        if calls[peer] >= self._unknown_limits.calls_max:
             raise QueueFull("too many calls without a token; try again later")
         calls[peer] += 1
 
@@ -195,7 +195,7 @@ class IncomingBodies:
         source.add_done_callback(ended)
 
     def _enter_watch(self, source: BodySource) -> None:
-        if self._num_watches >= self._strangers.watches_max:
+        if self._num_watches >= self._unknown_limits.watches_max:
             raise QueueFull("too many watches without a token; check instead, or try again later")
         self._num_watches += 1
 

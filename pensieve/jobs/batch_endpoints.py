@@ -110,7 +110,7 @@ class Files(_JobEndpoints):
         view = await jobs.create(by.tenant, header, chunks())
         return file_object(view, FileId(Content.UPLOAD, view.job_id), view.num_bytes)
 
-    async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def list_all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         await exchange.no_body()  # from now on, a disconnect is noticed
         query = Fields(query_of(exchange))
         purpose, descending = query.text("purpose"), is_descending(query.text("order"))
@@ -147,7 +147,7 @@ class Files(_JobEndpoints):
                     sizes[view.job_id] = await self._result_bytes(by, view)
         return {"sizes": sizes}
 
-    async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return await self._object(by, *await self._file(exchange, by))
 
     async def content(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
@@ -250,7 +250,7 @@ class Batches(_JobEndpoints):
         lines = _concatenated(lines_of(jobs, by.tenant, file.job_id))
         return batch_object(await jobs.create(by.tenant, header, lines))
 
-    async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def list_all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         query = Fields(query_of(exchange))
         limit = limit_of(query.text("limit"), BATCHES_LISTED, BATCHES_LISTED_MAX)
         after = query.text("after")
@@ -261,7 +261,7 @@ class Batches(_JobEndpoints):
         data = [batch_object(each) for each in found[first : first + limit]]
         return listed(data, has_more=first + limit < len(found))
 
-    async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return batch_object(await self._batch(exchange, by))
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:

@@ -63,10 +63,10 @@ T = TypeVar("T")
 log = logging.getLogger("pensieve")
 JOBS_MAX = 100  # jobs per tenant that have not ended
 RETRY_SECONDS = 2.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 FORGET_SECONDS = 3600.0
-PUT_OFF_SECONDS = 5.0  # delay before a job that could not continue is tried again
-GOING_ON = {JobState.WAITING, JobState.RUNNING}
+DELAY_SECONDS = 5.0  # delay before a job that could not continue is tried again
+ACTIVE_STATES = {JobState.WAITING, JobState.RUNNING}
 # the states of the jobs of each activity
 ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)
 FILE_BYTES_MAX = 2 << 30
@@ -93,14 +93,15 @@ class BatchJobs:
         self._activities: dict[JobKey, Activity] = {}
         self._held: set[JobKey] = set()
         self._problems: dict[JobKey, str] = {}  # why a job does not continue
-        # when a delayed job may continue, by the loop's clock
-        self._later: dict[JobKey, float] = {}
+        # by the loop's clock
+        self._delayed_until: dict[JobKey, float] = {}
         self._incoming: dict[JobKey, IncomingFile] = {}
         # (is a check, tenant) -> number of the activity of this kind that last served the tenant
         self._last_served: dict[tuple[bool, str], int] = {}
         self._num_activities = 0
         self._closing = False
-        self._news = [asyncio.Event() for _ in ACTIVITIES]  # set when an activity may have a job
+        # set when an activity may have a job
+        self._wake_events = [asyncio.Event() for _ in ACTIVITIES]
         self._tasks: list[asyncio.Task[None]] = []
         events = daemon.events
         events.engine_up.subscribe(self._engine_up)
@@ -113,7 +114,7 @@ class BatchJobs:
     def _engine_up(self) -> None:
         self._worker.engine_up.set()
         if not self._tasks:
-            work = [self._work(*each) for each in zip(ACTIVITIES, self._news, strict=True)]
+            work = [self._work(*each) for each in zip(ACTIVITIES, self._wake_events, strict=True)]
             more = [self._forget()] if self.homes is None else [self._forget(), self._keep_homes()]
             self._tasks = [self._loop.create_task(each) for each in (*work, *more)]
 
@@ -128,7 +129,7 @@ class BatchJobs:
         self._closing = True
         for activity in self._activities.values():
             activity.stop()
-        self._tell()
+        self._wake_all()
 
     async def _close(self) -> None:
         self._drain()
@@ -169,7 +170,7 @@ class BatchJobs:
             raise
         finally:
             del self._incoming[key]
-        self._tell()
+        self._wake_all()
         return self._view(job)
 
     def _incoming_of(
@@ -192,19 +193,19 @@ class BatchJobs:
         return IncomingFile(header, header.num_bytes or allowed - used)
 
     async def get(self, tenant: str, job_id: str) -> JobView:
-        return self._view(await self._about_job(self._store.jobs.get, JobKey(tenant, job_id)))
+        return self._view(await self._call_store(self._store.jobs.get, JobKey(tenant, job_id)))
 
     async def list(self, tenant: str | None) -> Sequence[JobView]:
         jobs = await self._store.call(tenant or "", self._store.jobs.list_jobs, tenant)
         return [self._view(job) for job in jobs]
 
     async def pause(self, tenant: str, job_id: str) -> JobView:
-        return await self._change(JobKey(tenant, job_id), JobState.PAUSED, GOING_ON)
+        return await self._change(JobKey(tenant, job_id), JobState.PAUSED, ACTIVE_STATES)
 
     async def resume(self, tenant: str, job_id: str) -> JobView:
         key = JobKey(tenant, job_id)
-        job = await self._about_job(self._store.jobs.get, key)
-        if job.state in GOING_ON:
+        job = await self._call_store(self._store.jobs.get, key)
+        if job.state in ACTIVE_STATES:
             return self._view(job)
         return await self._change(key, JobState.WAITING, {JobState.PAUSED})
 
@@ -216,28 +217,28 @@ class BatchJobs:
 
     async def delete(self, tenant: str, job_id: str) -> None:
         key = JobKey(tenant, job_id)
-        await self._held_while(key, lambda: self._about_job(self._store.jobs.delete, key))
+        await self._held_while(key, lambda: self._call_store(self._store.jobs.delete, key))
         if self.homes is not None:
             await self.homes.remove(key)
         self._problems.pop(key, None)
-        self._later.pop(key, None)
+        self._delayed_until.pop(key, None)
 
     async def results(
         self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         key = JobKey(tenant, job_id)
-        while page := await self._about_job(self._store.jobs.results, key, after, which=which):
+        while page := await self._call_store(self._store.jobs.results, key, after, which=which):
             yield page
             after = page[-1].line
 
     async def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
         key, after = JobKey(tenant, job_id), 0
-        while page := await self._about_job(self._store.jobs.lines, key, after):
+        while page := await self._call_store(self._store.jobs.lines, key, after):
             yield page
             after = page[-1].number
 
     async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
-        return await self._about_job(self._store.jobs.result_bytes, JobKey(tenant, job_id))
+        return await self._call_store(self._store.jobs.result_bytes, JobKey(tenant, job_id))
 
     async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         before: JobView | None = None
@@ -248,31 +249,31 @@ class BatchJobs:
             if view.state is JobState.ENDED:
                 return
             before = view
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     # -- activities --
 
     def _runs(self) -> Sequence[JobRun]:
         return [each.run for each in self._activities.values() if each.run is not None]
 
-    async def _work(self, states: Sequence[JobState], news: asyncio.Event) -> None:
+    async def _work(self, states: Sequence[JobState], wake: asyncio.Event) -> None:
         """Run the jobs that are in one of these states, one after the other."""
         while not self._closing:
-            news.clear()
+            wake.clear()
             retry_seconds: float | None = RETRY_SECONDS
             try:
                 jobs = await self._store.call("", self._store.jobs.list_jobs)
                 jobs = [job for job in jobs if job.state in states]
                 if (job := self._next(jobs, states)) is not None:
-                    await self._act(job)
+                    await self._run_activity(job)
                     continue
                 if not jobs:
-                    retry_seconds = None  # a new job sets `news`
+                    retry_seconds = None  # a new job sets `wake`
             except Exception as error:  # any error: otherwise jobs would stop silently
                 log.error("batch jobs cannot continue for now, will retry", exc_info=error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_seconds):
-                    await news.wait()
+                    await wake.wait()
 
     def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
         """Return the next job.
@@ -282,15 +283,15 @@ class BatchJobs:
         """
         now = self._loop.time()
 
-        def may_go(job: StoredJob) -> bool:
-            if job.key in self._held or self._later.get(job.key, 0) > now:
+        def may_run(job: StoredJob) -> bool:
+            if job.key in self._held or self._delayed_until.get(job.key, 0) > now:
                 return False
             return job.state is JobState.CHECKING or self._daemon.allowance(
                 job.key.tenant
             ).has_spare(now)
 
         return min(
-            filter(may_go, jobs),
+            filter(may_run, jobs),
             key=lambda job: (
                 self._last_served.get((job.state is JobState.CHECKING, job.key.tenant), 0),
                 states.index(job.state),
@@ -299,7 +300,7 @@ class BatchJobs:
             default=None,
         )
 
-    async def _act(self, job: StoredJob) -> None:
+    async def _run_activity(self, job: StoredJob) -> None:
         key = job.key
         if key in self._held or self._closing:
             return
@@ -314,27 +315,27 @@ class BatchJobs:
                 await self._worker.run(job, activity)
             self._problems.pop(key, None)
         except Unavailable as error:
-            self._put_off(key, one_line(error))
+            self._delay(key, one_line(error))
         except Exception as error:
             log.error("job %s of tenant %r failed", key.job_id, key.tenant, exc_info=error)
-            await self._give_up(key, one_line(error) or type(error).__name__)
+            await self._set_failed(key, one_line(error) or type(error).__name__)
         finally:
             activity.stop()
             del self._activities[key]
             activity.ended.set()
-            self._tell()
+            self._wake_all()
 
-    def _put_off(self, key: JobKey, problem: str) -> None:
+    def _delay(self, key: JobKey, problem: str) -> None:
         log.warning("job %s of tenant %r has to wait: %s", key.job_id, key.tenant, problem)
         self._problems[key] = problem
-        self._later[key] = self._loop.time() + PUT_OFF_SECONDS
+        self._delayed_until[key] = self._loop.time() + DELAY_SECONDS
 
-    async def _give_up(self, key: JobKey, problem: str) -> None:
+    async def _set_failed(self, key: JobKey, problem: str) -> None:
         ended, failed = JobState.ENDED, JobOutcome.FAILED
         try:
             await self._store.set_state(key, ended, failed, problem)
         except Exception:
-            self._put_off(key, problem)
+            self._delay(key, problem)
 
     async def _forget(self) -> None:
         while keep := self._config.keep_seconds:
@@ -366,7 +367,7 @@ class BatchJobs:
 
     # -- inside --
 
-    async def _about_job(
+    async def _call_store(
         self, function: Callable[..., T], key: JobKey, *arguments: Any, **named: Any
     ) -> T:
         """Call the store about a job. Raises OwnedElsewhere or Unavailable if another daemon has it."""
@@ -385,15 +386,16 @@ class BatchJobs:
         outcome: JobOutcome | None = None,
     ) -> JobView:
         """Change a job's state. If it is not one of `before`, raise WrongJobState and change nothing."""
-        job = await self._about_job(self._store.jobs.get, key)
+        job = await self._call_store(self._store.jobs.get, key)
         if job.state is not state:
             if job.state not in before:
                 raise WrongJobState(f"job {key.job_id!r} is {job.state} and cannot become {state}")
             job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
-            self._later.pop(key, None)
+            self._delayed_until.pop(key, None)
         return self._view(job)
 
     async def _held_while(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
+        """End the job's activity, and run the operation while no activity of the job may begin."""
         if key in self._incoming:
             raise WrongJobState(f"the file of job {key.job_id!r} is still being uploaded")
         if key in self._held:
@@ -406,10 +408,10 @@ class BatchJobs:
             return await operation()
         finally:
             self._held.discard(key)
-            self._tell()
+            self._wake_all()
 
-    def _tell(self) -> None:
-        for each in self._news:
+    def _wake_all(self) -> None:
+        for each in self._wake_events:
             each.set()
 
     def _view(self, job: StoredJob) -> JobView:

@@ -35,7 +35,7 @@ SIZES_PATH = "/pensieve/jobs/sizes"  # sizes of results; the query has the ids o
 ALL_TENANTS = "all_tenants"  # query for an operator's list
 LIST_SECONDS = 5.0
 SIZES_AT_ONCE = 1000  # ids per query, whose length is limited (api/grpc/sizes.py)
-Given = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, including its token
+CallMetadata = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, including its token
 
 
 class JobHomes:
@@ -84,7 +84,7 @@ class JobHomes:
 
     async def others(self) -> dict[str, str]:
         """Return the names of the other daemons that share the history now, by address."""
-        found = await self._threads.in_reader("", self._reader.sessions)
+        found = await self._threads.in_read_thread("", self._reader.sessions)
         names = {each.address: each.replica for each in found if each.is_alive and each.address}
         names.pop(self.address, None)
         return dict(sorted(names.items()))
@@ -122,29 +122,29 @@ class JobLists:
     def __init__(self, jobs: DaemonJobs, homes: JobHomes, peers: Peers) -> None:
         self._jobs, self._homes, self._peers = jobs, homes, peers
 
-    async def all(self, tenant: str | None, given: Given) -> list[JobView]:
+    async def all(self, tenant: str | None, metadata: CallMetadata) -> list[JobView]:
         """Return the jobs of a tenant, or of all tenants. Jobs of daemons that do not answer are left out.
 
         The field `number` of each returned job is its creation time in microseconds, so that jobs of
         different daemons can be put in order.
         """
         query = ALL_TENANTS if tenant is None else ""
-        asked = [self._of(address, query, given) for address in await self._homes.others()]
+        asked = [self._of(address, query, metadata) for address in await self._homes.others()]
         found = [*await self._jobs.list(tenant)]
         for views in await asyncio.gather(*asked):
             found += views
         return [replace(each, number=round(1e6 * each.created_at)) for each in found]
 
-    async def _of(self, address: str, query: str, given: Given) -> list[JobView]:
+    async def _of(self, address: str, query: str, metadata: CallMetadata) -> list[JobView]:
         try:
-            answer = json.loads(await self._fetched(address, LIST_PATH, query, given))
+            answer = json.loads(await self._fetched(address, LIST_PATH, query, metadata))
             return [_view(each, address) for each in answer["jobs"]]
         except (PensieveError, ValueError, TypeError, KeyError) as error:
             log.warning("cannot list the jobs of %s: %s", address, whole_line(error))
             return []
 
     async def sizes(
-        self, views: Iterable[JobView], given: Given
+        self, views: Iterable[JobView], metadata: CallMetadata
     ) -> Mapping[tuple[str, str], ResultBytes]:
         """Return the sizes of the results of other daemons' jobs, by home and job_id.
 
@@ -153,21 +153,21 @@ class JobLists:
         ids: dict[str, set[str]] = {}
         for view in views:
             ids.setdefault(view.home, set()).add(view.job_id)
-        asked = [self._sizes_of(home, sorted(each), given) for home, each in ids.items()]
+        asked = [self._sizes_of(home, sorted(each), metadata) for home, each in ids.items()]
         found: dict[tuple[str, str], ResultBytes] = {}
         for sizes in await asyncio.gather(*asked):
             found |= sizes
         return found
 
     async def _sizes_of(
-        self, home: str, ids: Sequence[str], given: Given
+        self, home: str, ids: Sequence[str], metadata: CallMetadata
     ) -> Mapping[tuple[str, str], ResultBytes]:
         found: dict[tuple[str, str], ResultBytes] = {}
         try:
             async with asyncio.timeout(LIST_SECONDS):
                 for first in range(0, len(ids), SIZES_AT_ONCE):
                     query = ",".join(ids[first : first + SIZES_AT_ONCE])
-                    answer = json.loads(await self._fetched(home, SIZES_PATH, query, given))
+                    answer = json.loads(await self._fetched(home, SIZES_PATH, query, metadata))
                     for job_id, sizes in answer["sizes"].items():
                         found[home, job_id] = ResultBytes(*sizes)
         except (PensieveError, TimeoutError, ValueError, TypeError, KeyError) as error:
@@ -178,10 +178,10 @@ class JobLists:
             ) from error
         return found
 
-    async def _fetched(self, address: str, path: str, query: str, given: Given) -> bytes:
-        metadata = self._peers.metadata(given)
+    async def _fetched(self, address: str, path: str, query: str, metadata: CallMetadata) -> bytes:
+        forwarded = self._peers.metadata(metadata)
         async with self._peers.channel(address) as channel:
-            return await fetched(channel, metadata, path, query, LIST_SECONDS)
+            return await fetched(channel, forwarded, path, query, LIST_SECONDS)
 
 
 def listed_here(views: Iterable[JobView]) -> Mapping[str, Any]:

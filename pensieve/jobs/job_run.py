@@ -62,7 +62,7 @@ class JobRun:
         next_attempt_id: Callable[[], int],
         share: str,
         weight: float,
-        put: Callable[[EngineMessage], None],
+        send: Callable[[EngineMessage], None],
         sharing: PrefixSharing = "groups",
         *,
         root: str,
@@ -72,7 +72,7 @@ class JobRun:
         `name` must be unique in this engine. `next_attempt_id` returns a new id; `share`, `weight` and `root`
         are as in `SubmitTurn`.
         """
-        self._put = put
+        self._send = send
         self.changed = asyncio.Event()
         self.is_over = self.was_lost = self.had_others = False
         self.begun: set[int] = set()  # lines that were in the engine when it died
@@ -105,10 +105,10 @@ class JobRun:
             return
         for message in self._batch.go(submits=not self.is_held):
             try:
-                self._put(message)
+                self._send(message)
             except PensieveError:
                 if isinstance(message, SubmitTurn):
-                    self._not_taken(message)
+                    self._turn_refused(message)
         self._end_if_done()
 
     def stop(self) -> None:
@@ -118,7 +118,7 @@ class JobRun:
         self._end()
         for message in self._batch.stop():
             try:
-                self._put(message)
+                self._send(message)
             except PensieveError:
                 return  # the engine is gone or ending
 
@@ -183,7 +183,7 @@ class JobRun:
             )
             self.changed.set()
 
-    def _not_taken(self, message: SubmitTurn) -> None:
+    def _turn_refused(self, message: SubmitTurn) -> None:
         failed, usage = FinishReason.FAILED, Usage()
         ended = TurnEnded(message.attempt_id, message.conversation_id, failed, usage, "QUEUE_FULL")
         self._batch.take(ended)

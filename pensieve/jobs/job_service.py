@@ -174,17 +174,17 @@ def _key(request: Any) -> tuple[str, str]:
     return request.tenant or by.tenant, request.job_id
 
 
-def _header(given: pb.JobHeader) -> JobHeader:
-    job_id = given.job_id or secrets.token_urlsafe(12).replace("-", "~")
+def _header(header: pb.JobHeader) -> JobHeader:
+    job_id = header.job_id or secrets.token_urlsafe(12).replace("-", "~")
     check_id("job_id", job_id)
-    if len(given.name.encode()) > NAME_BYTES_MAX:
+    if len(header.name.encode()) > NAME_BYTES_MAX:
         raise InvalidArgument("name", f"is longer than {NAME_BYTES_MAX} bytes")
-    if given.sha256 and not SHA256_PATTERN.fullmatch(given.sha256):
+    if header.sha256 and not SHA256_PATTERN.fullmatch(header.sha256):
         raise InvalidArgument("sha256", "is not 64 hexadecimal digits")
-    if given.num_bytes < 0:
+    if header.num_bytes < 0:
         raise InvalidArgument("num_bytes", "must not be negative")
     return JobHeader(
-        job_id, given.name, given.sha256, given.num_bytes, given.endpoint, given.check_only
+        job_id, header.name, header.sha256, header.num_bytes, header.endpoint, header.check_only
     )
 
 
@@ -218,14 +218,14 @@ def _pieces(page: Sequence[Result], last_line: int) -> Iterator[pb.GetResultsRes
 
 
 def _job(view: JobView) -> pb.Job:
-    given = pb.Job(
+    job = pb.Job(
         state=STATES[view.state],
         outcome=OUTCOMES[view.outcome],
         create_time=timestamp(view.created_at),
         **{name: getattr(view, name) for name in SAME_NAMES},
     )
     if view.started_at is not None:
-        given.start_time.CopyFrom(timestamp(view.started_at))
+        job.start_time.CopyFrom(timestamp(view.started_at))
     if view.ended_at is not None:
-        given.end_time.CopyFrom(timestamp(view.ended_at))
-    return given
+        job.end_time.CopyFrom(timestamp(view.ended_at))
+    return job

@@ -112,7 +112,7 @@ class JobFile:
     def __init__(self, writer: WriterConnection) -> None:
         self.writer = writer
         self.job: StoredJob | None = None  # None before the first read
-        self.is_sure = False  # whether `job` matches the disk
+        self.is_current = False  # whether `job` matches the disk
 
 
 class JobStore:
@@ -134,7 +134,7 @@ class JobStore:
         self._statement_seconds = statement_seconds
         self._files: dict[Path, JobFile] = {}  # readable jobs
         self._open: dict[Path, WriterConnection] = {}  # open files, in the order of use
-        self._look()
+        self._load_new_jobs()
 
     @classmethod
     def open(cls, folder: Path, **options: Any) -> JobStore:
@@ -197,7 +197,7 @@ class JobStore:
             self._remove(path)
             raise
         assert file.job is not None
-        file.is_sure = True
+        file.is_current = True
         self._files[path] = file
         return file.job
 
@@ -210,7 +210,7 @@ class JobStore:
         If a job cannot be read now, its last known state is returned.
         """
         if self.unreadable:
-            self._look()
+            self._load_new_jobs()
         jobs = []
         for path, file in self._files.items():
             with contextlib.suppress(PensieveError):
@@ -426,11 +426,11 @@ class JobStore:
         job = self._read(path, file)
         if states and job.state not in states:
             raise WrongJobState(f"job {key.job_id!r} is {job.state}")
-        file.is_sure = False
+        file.is_current = False
         with self._opened(path, file).writing() as conn:
             yield conn, job
             changed = _find_job(conn)
-        file.job, file.is_sure = changed, True
+        file.job, file.is_current = changed, True
 
     @contextlib.contextmanager
     def _reading(self, key: JobKey) -> Iterator[Connection]:
@@ -440,10 +440,10 @@ class JobStore:
 
     def _read(self, path: Path, file: JobFile) -> StoredJob:
         """Return the job. Read the disk if the state in memory may be wrong."""
-        if not file.is_sure:
+        if not file.is_current:
             with self._opened(path, file).reading() as conn:
                 file.job = _find_job(conn) or file.job
-            file.is_sure = True
+            file.is_current = True
         assert file.job is not None
         return file.job
 
@@ -461,7 +461,7 @@ class JobStore:
     def _path(self, key: JobKey) -> Path:
         return self.path / f"{digest(key.tenant, key.job_id).hex()}.db"
 
-    def _look(self) -> None:
+    def _load_new_jobs(self) -> None:
         """Load the jobs that are not known yet, and remove leftover files."""
         self.unreadable.clear()
         for path in sorted(self.path.iterdir()):
@@ -491,7 +491,7 @@ class JobStore:
         if self._path(file.job.key) != path:
             self._close(path)
             raise StoreError(f"{path} has the wrong name for its job")
-        file.is_sure = True
+        file.is_current = True
         return file
 
     def _writer(self, path: Path) -> WriterConnection:
@@ -528,8 +528,8 @@ class JobStore:
         try:
             path.unlink(missing_ok=True)
             self._sync()
-            for beside in self.path.glob(f"{path.name}*"):
-                beside.unlink(missing_ok=True)
+            for side_file in self.path.glob(f"{path.name}*"):
+                side_file.unlink(missing_ok=True)
             self._sync()
         except OSError as error:
             raise StoreUnavailable(f"{path} cannot be removed: {error.strerror}") from error

@@ -81,16 +81,16 @@ class JobsPlugin:
         batches = Batches(requests, self._jobs, self._lists)
         routes: list[Route] = [
             Route("POST", "/v1/files", files.upload, "Upload a file", body=FORM, takes=FORM_TYPE),
-            Route("GET", "/v1/files", files.all, "All files"),
-            Route("GET", "/v1/files/{job_id}", files.one, "A file"),
+            Route("GET", "/v1/files", files.list_all, "All files"),
+            Route("GET", "/v1/files/{job_id}", files.get, "A file"),
             Route("DELETE", "/v1/files/{job_id}", files.delete, "Delete a file", DELETION),
             Route(
                 *("GET", "/v1/files/{job_id}/content", files.content, "The content of a file"),
                 answers="application/octet-stream",
             ),
             Route("POST", "/v1/batches", batches.create, "Create a batch", body={"type": "object"}),
-            Route("GET", "/v1/batches", batches.all, "All batches"),
-            Route("GET", "/v1/batches/{job_id}", batches.one, "A batch"),
+            Route("GET", "/v1/batches", batches.list_all, "All batches"),
+            Route("GET", "/v1/batches/{job_id}", batches.get, "A batch"),
             Route("DELETE", "/v1/batches/{job_id}", batches.delete, "Delete a batch", DELETION),
             Route("POST", "/v1/batches/{job_id}/cancel", batches.cancel, "Cancel a batch"),
         ]

@@ -52,7 +52,7 @@ WINDOW_TOKENS = 16 << 20  # prompt tokens in memory at a time
 LINES_PER_TASK = 32  # lines read in the text pool before other work may run
 DEATHS_MAX = 2  # deaths of the engine while only this line was in it
 RETRY_SECONDS = 2.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 KEEP_SECONDS = 30 * 86_400.0
 T = TypeVar("T")
 RATE_SECONDS = 30.0  # window of `tokens_per_second`
@@ -142,7 +142,7 @@ class Worker:
         self._config = config
         self._constraints = ConstraintChecker(texts.template.tokenizer)
         self._loop = asyncio.get_running_loop()
-        self._numbers = count(BACKGROUND_ATTEMPT_ID_MIN)
+        self._attempt_ids = count(BACKGROUND_ATTEMPT_ID_MIN)
         self._names = count(1)
         self.engine_up = asyncio.Event()
 
@@ -184,10 +184,10 @@ class Worker:
         deaths: dict[int, int] = {}  # by line: deaths of the engine while only this line was in it
         suspects: list[int] = []  # lines that may have killed the engine
         while left and not activity.stopping:
-            await self._until_up(activity)
+            await self._wait_for_engine(activity)
             suspects = [each for each in suspects if each in left]
             some = [left[suspects[0]]] if suspects else list(left.values())
-            run = await self._made(job.key, some)
+            run = await self._new_run(job.key, some)
             if not await self._follow(run, job, activity, left):
                 return
             if run.was_lost:
@@ -205,17 +205,18 @@ class Worker:
             deaths[line] = deaths.get(line, 0) + 1
         return [*(each for each in before if each not in run.begun), *run.begun]
 
-    async def _made(self, key: JobKey, some: Sequence[PreparedLine]) -> JobRun:
+    async def _new_run(self, key: JobKey, lines: Sequence[PreparedLine]) -> JobRun:
         ready = self._daemon.engine.ready
         if ready is None:
             raise Unavailable("the engine is starting")
         feed = FeedConfig(ready.device_pages, ready.chunk_tokens)
         share, weight = f"~batch/{key.tenant}", self._daemon.allowance(key.tenant).limits.weight
         name = f"{next(self._names)}"
-        numbers, put = self._numbers.__next__, self._daemon.engine.put
+        next_attempt_id, send = self._attempt_ids.__next__, self._daemon.engine.put
         root = await self._daemon.conversations.root_of(key.tenant)
         return await self._daemon.threads.in_text_pool(
-            key.tenant, lambda: JobRun(name, some, feed, numbers, share, weight, put, root=root)
+            key.tenant,
+            lambda: JobRun(name, lines, feed, next_attempt_id, share, weight, send, root=root),
         )
 
     async def _follow(
@@ -249,7 +250,7 @@ class Worker:
                     return False
                 else:
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_SECONDS):
+                        async with asyncio.timeout(POLL_SECONDS):
                             await run.changed.wait()
         finally:
             engine_events.unsubscribe(run.engine_events)
@@ -269,7 +270,7 @@ class Worker:
         num_tokens = sum(each.num_tokens for each in ready)
         while not activity.stopping:
             try:
-                await self._put(job, results)
+                await self._store_results(job, results)
             except Unavailable as error:
                 activity.problem = one_line(error)
                 run.is_held = True
@@ -280,7 +281,9 @@ class Worker:
                 activity.done(len(ready), num_tokens, self._loop.time())
                 return
 
-    async def _put(self, job: StoredJob, results: Sequence[NewAnswer | NewRefusal]) -> None:
+    async def _store_results(
+        self, job: StoredJob, results: Sequence[NewAnswer | NewRefusal]
+    ) -> None:
         answers = [each for each in results if isinstance(each, NewAnswer)]
         refusals = [each for each in results if isinstance(each, NewRefusal)]
         if answers:
@@ -326,7 +329,7 @@ class Worker:
         return found
 
     async def _refuse(self, job: StoredJob, errors: Sequence[LineError]) -> None:
-        await self._put(job, [refusal(each) for each in errors])
+        await self._store_results(job, [refusal(each) for each in errors])
 
     def _reader(self, job: StoredJob) -> LineReader:
         daemon = self._daemon
@@ -342,8 +345,8 @@ class Worker:
         template = self._texts.template
         return LineReader(job, served, template, daemon.context_max, self._constraints)
 
-    async def _until_up(self, activity: Activity) -> None:
+    async def _wait_for_engine(self, activity: Activity) -> None:
         while not (self.engine_up.is_set() or activity.stopping):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(POLL_SECONDS):
                     await self.engine_up.wait()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
-INSTRUCTIONS = 10_000  # SQLite instructions between two checks of the time; takes well under 1 ms
+INSTRUCTIONS_PER_CHECK = 10_000  # SQLite instructions between checks of the time; well under 1 ms
 BUSY_TIMEOUT_SECONDS = 5.0
 STATEMENT_SECONDS = 10.0
 COMMITS_MAX = 1024  # number of commits whose durations are kept
@@ -103,7 +103,7 @@ class ErasureSteps:
     def prepare(self) -> None:
         """Called in a deleting transaction, before its commit."""
 
-    def in_reserve(self, delete: Callable[[], T]) -> T:
+    def run_deletion(self, delete: Callable[[], T]) -> T:
         """Run a deletion. If the disk is full, free the reserved space and run the deletion again."""
         return delete()
 
@@ -140,7 +140,7 @@ class ScrubSteps(Protocol):
 
 
 class Marks(Protocol):
-    """Whether a history is damaged or was not closed. Stored for the next process that opens the history."""
+    """Marks that a history is damaged or was not closed, for the next process that opens the history."""
 
     @property
     def is_damaged(self) -> bool: ...
@@ -213,7 +213,7 @@ class TimeLimit:
         self._end = math.inf
 
     def watch(self, conn: Connection) -> None:
-        conn.set_progress_handler(self.is_over, INSTRUCTIONS)
+        conn.set_progress_handler(self.is_over, INSTRUCTIONS_PER_CHECK)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

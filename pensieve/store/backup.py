@@ -54,7 +54,7 @@ from pensieve.errors import (
     StoreUnavailable,
 )
 from pensieve.store import connection, verify
-from pensieve.store.bodies import miscounted, pack_tokens, unpack_tokens
+from pensieve.store.bodies import corrected_byte_counts, pack_tokens, unpack_tokens
 from pensieve.store.connection import open_read_only, preferred_driver, read_only
 from pensieve.store.durable import new_file, sync
 from pensieve.store.folder import (
@@ -167,14 +167,14 @@ class Backup:
 
         Also drops old generations, but keeps all moments of the last `keep_seconds`. 0 keeps everything.
         """
-        with self._in_use, explained(self._path):
+        with self._in_use, as_store_errors(self._path):
             if self._lock is None or self._chain is None or not self._chain.path.exists():
                 self._open_folder()
             try:
                 self._write()
             except self._driver.Error as error:
                 self._close_source()
-                raise connection.explained(error, self._database) from error
+                raise connection.pensieve_error(error, self._database) from error
             if keep_seconds:
                 _drop_old(self._path, self._now() - keep_seconds)
             assert self._chain is not None
@@ -372,7 +372,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def as_store_errors(path: Path) -> Iterator[None]:
     """Convert an OSError to a StoreUnavailable that names the backup folder."""
     try:
         yield
@@ -595,7 +595,7 @@ def _write(
 ) -> Restored:
     _copy_base(path / BASE_NAME, base, partial)
     last, moment, previous = 0, base.time, base.sha256
-    with explained(partial), partial.open("r+b") as database:
+    with as_store_errors(partial), partial.open("r+b") as database:
         try:
             for segment_path in segments:
                 head, pages, previous = _read_segment(segment_path, previous)
@@ -615,7 +615,7 @@ def _write(
     problems = verify.integrity_check(partial, wanted.driver, immutable=True)
     # A database with an older schema can be checked only by the Pensieve version that wrote it.
     if not problems and base.schema == len(STEPS):
-        _count_anew(partial, wanted)
+        _correct_byte_counters(partial, wanted)
         problems = verify.verify(partial, wanted.driver, None, "", immutable=True)
     if problems:
         raise BackupDamaged(
@@ -627,11 +627,11 @@ def _write(
     return Restored(base.generation, last, moment, conversations, messages, damage)
 
 
-def _count_anew(partial: Path, wanted: _RestoreOptions) -> None:
+def _correct_byte_counters(partial: Path, wanted: _RestoreOptions) -> None:
     """Correct the byte counters of tenants, because a wrong counter must not block a restore."""
     _remove_log(partial)  # may be left by an earlier restore that was killed in this function
     with read_only(partial, wanted.driver, immutable=True) as conn:
-        right = miscounted(conn)
+        right = corrected_byte_counts(conn)
     if not right:
         return
     wanted.report(f"the byte counters of {len(right)} tenants were wrong and have been corrected")
@@ -649,14 +649,14 @@ def _copy_base(source: Path, base: Base, partial: Path) -> None:
         raise BackupDamaged(f"{source} cannot be read: {error.strerror}") from error
     if found != base.sha256:
         raise BackupDamaged(f"{source} fails its checksum")
-    with explained(partial):
+    with as_store_errors(partial):
         partial.touch(mode=0o600)
         shutil.copyfile(source, partial)
 
 
 def _put_in_place(partial: Path, target: DataFolder, driver: Any) -> None:
     database = target.database_path
-    with explained(database):
+    with as_store_errors(database):
         remove_copies(database)
         with suppress(driver.Error):  # a damaged log may not be readable
             _empty_log(database, driver)

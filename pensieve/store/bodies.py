@@ -87,7 +87,7 @@ def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: byt
     """Like `insert_body`, but with both parts already encoded."""
     values = body_crc(fields, tokens), fields, tokens
     body = insert_numbered(conn, "bodies", ("crc", "private", "tokens"), values)
-    _count(conn, tenant, len(fields) + len(tokens) + ROW_BYTES)
+    _count_bytes(conn, tenant, len(fields) + len(tokens) + ROW_BYTES)
     return body
 
 
@@ -131,8 +131,8 @@ def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str,
     ((num_bytes,),) = conn.execute(
         "SELECT coalesce(sum(length(private)), 0) FROM bodies WHERE body = ?", (body,)
     ).fetchall()
-    _waste(conn, max(0, min(LOCAL_BYTES_MAX, num_bytes) - len(fields)))
-    _count(conn, tenant, len(fields) - num_bytes)
+    _count_wasted(conn, max(0, min(LOCAL_BYTES_MAX, num_bytes) - len(fields)))
+    _count_bytes(conn, tenant, len(fields) - num_bytes)
     conn.execute(
         "UPDATE bodies SET crc = ?, private = ? WHERE body = ?",
         (body_crc(fields, b""), fields, body),
@@ -148,22 +148,23 @@ def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
             f"SELECT length(private) + length(tokens) FROM bodies WHERE body IN ({some})"
             " AND private IS NOT NULL AND tokens IS NOT NULL"
         ).fetchall()
-        _waste(conn, sum(min(LOCAL_BYTES_MAX, num_bytes) for (num_bytes,) in lengths))
+        _count_wasted(conn, sum(min(LOCAL_BYTES_MAX, num_bytes) for (num_bytes,) in lengths))
         num_bytes = sum(num_bytes + ROW_BYTES for (num_bytes,) in lengths)
-        _count(conn, tenant, -num_bytes)
+        _count_bytes(conn, tenant, -num_bytes)
         conn.execute(
             f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({some})"
         )
 
 
-def _waste(conn: Connection, num_bytes: int) -> None:
+def _count_wasted(conn: Connection, num_bytes: int) -> None:
+    """Record that `num_bytes` more bytes of the file are wasted by wiped bodies."""
     if isinstance(conn, ServerSession):
         conn.note_wiped()
     else:
         conn.execute("UPDATE space SET wiped_bytes = wiped_bytes + ?", (num_bytes,))
 
 
-def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
+def _count_bytes(conn: Connection, tenant: str, num_bytes: int) -> None:
     """Add to a tenant's bytes; `num_bytes` may be negative."""
     if isinstance(conn, ServerSession):
         conn.count_bytes(tenant, num_bytes)
@@ -186,9 +187,9 @@ def bytes_by_tenant(conn: Connection) -> dict[str, int]:
     return {tenant: int(stored_bytes) for tenant, stored_bytes in rows}
 
 
-def miscounted(conn: Connection) -> dict[str, int]:
+def corrected_byte_counts(conn: Connection) -> dict[str, int]:
     """Return the correct size for each tenant whose counter is wrong."""
-    counted, added = bytes_by_tenant(conn), dict(conn.execute(ADDED_UP))
+    counted, added = bytes_by_tenant(conn), dict(conn.execute(STORED_BYTES_QUERY))
     return {
         tenant: added.get(tenant, 0)
         for tenant in sorted({*counted, *added})
@@ -198,7 +199,7 @@ def miscounted(conn: Connection) -> dict[str, int]:
 
 # Yields (tenant, bytes), recounted from the records. A message counts for the tenant of the turn that made
 # it. If that turn is gone, it counts for the tenant of a history that holds it; all forks are of one tenant.
-ADDED_UP_BEFORE_LOGPROBS = f"""
+STORED_BYTES_QUERY_BEFORE_LOGPROBS = f"""
     WITH owned AS (
         SELECT tenant, body FROM conversations
         UNION ALL
@@ -215,7 +216,7 @@ ADDED_UP_BEFORE_LOGPROBS = f"""
     FROM owned JOIN bodies b USING (body)
     WHERE b.crc IS NOT NULL AND tenant IS NOT NULL GROUP BY tenant
 """
-ADDED_UP = ADDED_UP_BEFORE_LOGPROBS.replace(
+STORED_BYTES_QUERY = STORED_BYTES_QUERY_BEFORE_LOGPROBS.replace(
     "WITH owned AS (",
     """WITH owned AS (
         SELECT c.tenant, t.logprobs AS body FROM turns t JOIN conversations c USING (conversation)

@@ -132,7 +132,7 @@ class WriterConnection:
 
         All transactions are serializable, because one connection writes at a time.
         """
-        with self._to_write(), self._operation() as db:
+        with self._writers_lock(), self._operation() as db:
             db.conn.execute("BEGIN IMMEDIATE")
             try:
                 yield db.conn
@@ -177,7 +177,7 @@ class WriterConnection:
         waits up to READERS_MILLISECONDS for such readers; otherwise it does not wait.
         """
         moment = 0 if self._shared is None else READERS_MILLISECONDS
-        with self._to_write(), self.reading() as conn:
+        with self._writers_lock(), self.reading() as conn:
             try:
                 conn.execute(f"PRAGMA busy_timeout = {moment}").fetchall()
                 busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -201,12 +201,12 @@ class WriterConnection:
             if self._writer_lock is not None:
                 self._writer_lock.close()
 
-    def _to_write(self) -> AbstractContextManager[None]:
+    def _writers_lock(self) -> AbstractContextManager[None]:
         """Hold the writers' lock during the block, if several daemons share the file."""
         return contextlib.nullcontext() if self._writer_lock is None else self._writer_lock.taken()
 
-    def _explained(self, error: Any) -> Exception:
-        failure = explained(error, self.path, self._noun)
+    def _pensieve_error(self, error: Any) -> Exception:
+        failure = pensieve_error(error, self.path, self._noun)
         if isinstance(failure, DiskFull):
             self.figures.on_full()
         return failure
@@ -224,7 +224,7 @@ class WriterConnection:
             if primary_code(error) in REOPEN_AFTER:
                 self._discard()
             # not stored in a variable, which would make a reference cycle with the traceback
-            raise self._explained(error) from error
+            raise self._pensieve_error(error) from error
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back
@@ -293,7 +293,7 @@ class WriterConnection:
                 db.conn.close()
 
 
-def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
+def pensieve_error(error: Any, path: Path, noun: str = "the history") -> Exception:
     """Return the PensieveError for a driver's error. Unexpected errors are returned unchanged."""
     primary = primary_code(error)
     if primary == FULL or (primary == IO_ERROR and _has_no_space(path)):
@@ -346,4 +346,4 @@ def read_only(
         with contextlib.closing(open_read_only(path, driver, immutable=immutable)) as conn:
             yield conn
     except driver.Error as error:
-        raise explained(error, path) from error
+        raise pensieve_error(error, path) from error

@@ -33,7 +33,7 @@ from pensieve.store.transactions import StoreTransactions, repeated
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-CHANGED = "the messages pending at revision {} have changed since they were read"
+PENDING_CHANGED = "the messages pending at revision {} have changed since they were read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ConversationChanges:
             return require_conversation(conn, conversation_id, tenant)[1]
 
     @repeated
-    def begin_with(
+    def set_beginning(
         self,
         conversation_id: str,
         system_prompt: str,
@@ -124,11 +124,11 @@ class ConversationChanges:
         with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             refuse_running(self._transactions.as_read(conn, conversation))
-            self._owners.keep(conn, number, conversation)
-            held = _held(conn, number, conversation)
-            after = change(held.pending)
-            is_deletion = any(each not in after.messages for each in held.pending.messages)
-            _put_pending(conn, number, tenant, held, after)
+            self._owners.block_turns(conn, number, conversation)
+            stored = _stored_pending(conn, number, conversation)
+            after = change(stored.pending)
+            is_deletion = any(each not in after.messages for each in stored.pending.messages)
+            _put_pending(conn, number, tenant, stored, after)
             conversation_rows.set_updated(conn, number, self._now())
             if is_deletion:
                 self._erasure.prepare()
@@ -159,15 +159,15 @@ class ConversationChanges:
             found = self._owners.hold(conn, number, found)
             refuse_running(found)
             refuse_stale(found, revision, created_at)
-            held = _held(conn, number, found)
-            _refuse_changed(held, found, pending)
+            stored = _stored_pending(conn, number, found)
+            _refuse_changed(stored, found, pending)
             is_rewound = not pending
             if is_rewound:
                 left = Pending(self._take_back(conn, number, found))
             else:
-                left = replace(held.pending, messages=held.pending.messages[:-1])
+                left = replace(stored.pending, messages=stored.pending.messages[:-1])
                 self._erasure.prepare()
-            _put_pending(conn, number, tenant, held, left)
+            _put_pending(conn, number, tenant, stored, left)
             after = require_conversation(conn, conversation_id, tenant)[1]
         return LastDeleted(after, is_rewound, not is_rewound and self._is_erasure_due())
 
@@ -211,11 +211,13 @@ def take_pending(
     `messages` are the pending messages that the turn includes. If other messages are pending, raise
     StaleRevision and change nothing. None: the turn or rewind takes no messages, and `taken_at` is reset.
     """
-    held = _held(conn, number, conversation)
+    stored = _stored_pending(conn, number, conversation)
     if messages is not None:
-        _refuse_changed(held, conversation, messages)
+        _refuse_changed(stored, conversation, messages)
     taken_at = conversation.revision if messages else None
-    _put_pending(conn, number, conversation.tenant, held, replace(held.pending, taken_at=taken_at))
+    _put_pending(
+        conn, number, conversation.tenant, stored, replace(stored.pending, taken_at=taken_at)
+    )
 
 
 class _StoredPending(NamedTuple):
@@ -226,43 +228,46 @@ class _StoredPending(NamedTuple):
     pending: Pending
 
 
-def _held(conn: Connection, number: int, conversation: StoredConversation) -> _StoredPending:
+def _stored_pending(
+    conn: Connection, number: int, conversation: StoredConversation
+) -> _StoredPending:
     body, private = _private(conn, number)
     stored = private.get("pending")
-    if stored is None or _is_over(stored["taken_at"], conversation.revision):
+    if stored is None or _has_taker_ended(stored["taken_at"], conversation.revision):
         return _StoredPending(body, private, Pending())
     messages = tuple(NewMessage(**each) for each in stored["messages"])
     return _StoredPending(body, private, Pending(messages, stored["taken_at"]))
 
 
 def _refuse_changed(
-    held: _StoredPending, conversation: StoredConversation, messages: Sequence[NewMessage]
+    stored: _StoredPending, conversation: StoredConversation, messages: Sequence[NewMessage]
 ) -> None:
     """Raise StaleRevision if the pending messages are not equal to `messages`."""
-    if held.pending.messages != tuple(messages):
+    if stored.pending.messages != tuple(messages):
         revision = conversation.revision
-        raise StaleRevision(revision, revision, CHANGED.format(revision))
+        raise StaleRevision(revision, revision, PENDING_CHANGED.format(revision))
 
 
-def _is_over(taken_at: int | None, revision: int) -> bool:
-    """Return whether the turn that took the messages has ended."""
+def _has_taker_ended(taken_at: int | None, revision: int) -> bool:
+    """Return whether a turn has taken the messages and has ended."""
     return taken_at is not None and revision > taken_at
 
 
 def _put_pending(
-    conn: Connection, number: int, tenant: str, held: _StoredPending, after: Pending
+    conn: Connection, number: int, tenant: str, stored: _StoredPending, after: Pending
 ) -> None:
+    """Replace the pending messages by `after`. Writes nothing if they are equal."""
     check_text(after.messages)
     pending = pending_json(after.messages, after.taken_at)
-    if pending != held.private.get("pending"):
-        _put_private(conn, number, tenant, held.body, {**held.private, "pending": pending})
+    if pending != stored.private.get("pending"):
+        _put_private(conn, number, tenant, stored.body, {**stored.private, "pending": pending})
 
 
 def with_pending(
     conn: Connection, conversation_id: str, tenant: str
 ) -> tuple[StoredConversation, Pending]:
     number, found = require_conversation(conn, conversation_id, tenant)
-    return found, _held(conn, number, found).pending
+    return found, _stored_pending(conn, number, found).pending
 
 
 def pending_json(

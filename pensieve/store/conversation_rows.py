@@ -35,9 +35,9 @@ def tenant_key(tenant: str, digest: bytes) -> bytes:
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
-LOOKED_AT = 4096  # rows that one call of `idle_conversations` reads
+SCANNED_ROWS = 4096  # rows that one call of `idle_conversations` reads
 IDLE_AT_ONCE = 32
-INSERTED = (
+INSERTED_COLUMNS = (
     "key",
     "tenant",
     "prefix_key",
@@ -65,7 +65,7 @@ WITH_REQUEST = CONVERSATION.replace(  # plus the turn that a request began, and 
     " (SELECT session FROM owners o WHERE o.conversation = c.conversation), c.conversation,",
     1,
 )
-LISTED = (
+LISTED_CONDITION = (
     "c.tenant = ? AND c.conversation < ? AND NOT EXISTS"
     " (SELECT 1 FROM prefixes p WHERE p.tenant = c.tenant AND p.conversation = c.conversation)"
 )
@@ -155,7 +155,7 @@ def refuse_stale(
         raise StaleRevision(expected, conversation.revision)
 
 
-def refuse_taken(conn: Connection, conversation_id: str, tenant: str) -> None:
+def refuse_existing(conn: Connection, conversation_id: str, tenant: str) -> None:
     """Raise AlreadyExists if there is a conversation with this id."""
     if find_conversation(conn, conversation_id, tenant) is not None:
         raise AlreadyExists(f"conversation {conversation_id!r} already exists")
@@ -205,14 +205,14 @@ def conversations_before(
     """
     lengths = conn.execute(
         "SELECT c.conversation, coalesce(length(b.private), 0) FROM conversations c"
-        f" LEFT JOIN bodies b USING (body) WHERE {LISTED} ORDER BY c.conversation DESC LIMIT ?",
+        f" LEFT JOIN bodies b USING (body) WHERE {LISTED_CONDITION} ORDER BY c.conversation DESC LIMIT ?",
         (tenant, before, limit + 1),
     ).fetchall()
     last = last_within(lengths[:limit], PAGE_BYTES_MAX)
     if last is None:
         return [], False
     rows = conn.execute(
-        f"{CONVERSATION}WHERE {LISTED} AND c.conversation >= ? ORDER BY c.conversation DESC",
+        f"{CONVERSATION}WHERE {LISTED_CONDITION} AND c.conversation >= ? ORDER BY c.conversation DESC",
         (tenant, before, last),
     ).fetchall()
     return [_conversation(row) for row in rows], last != lengths[-1][0]
@@ -223,13 +223,13 @@ def idle_conversations(
 ) -> tuple[list[StoredConversation], int | None]:
     """Return some conversations that last changed before the time `before`, of all tenants.
 
-    Reads up to LOOKED_AT rows with numbers above `after`. Declared prefixes are left out. Also returns the
+    Reads up to SCANNED_ROWS rows with numbers above `after`. Declared prefixes are left out. Also returns the
     `after` of the next call, or None if there are no more rows.
     """
     rows = conn.execute(
         "SELECT conversation, updated_at FROM conversations WHERE conversation > ?"
         " ORDER BY conversation LIMIT ?",
-        (after, LOOKED_AT),
+        (after, SCANNED_ROWS),
     ).fetchall()
     old = [number for number, updated_at in rows if updated_at < before]
     found = []
@@ -243,7 +243,7 @@ def idle_conversations(
             found.append(_conversation(row)[1])
     if len(old) > IDLE_AT_ONCE:
         return found, old[IDLE_AT_ONCE - 1]
-    return found, rows[-1][0] if len(rows) == LOOKED_AT else None
+    return found, rows[-1][0] if len(rows) == SCANNED_ROWS else None
 
 
 def insert_conversation(
@@ -272,7 +272,7 @@ def insert_conversation(
     return insert_numbered(
         conn,
         "conversations",
-        INSERTED,
+        INSERTED_COLUMNS,
         (
             conversation_key(conversation.conversation_id, conversation.tenant),
             conversation.tenant,

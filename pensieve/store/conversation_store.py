@@ -145,7 +145,7 @@ class ConversationStore:
             opening = Opening(replica)
             if self.is_shared:
                 opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
-            interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
+            interrupted = self.erasure.run_deletion(lambda: self.owners.opened(opening))
             self._share()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
@@ -226,7 +226,7 @@ class ConversationStore:
         check_text((*new.messages, *new.pending))
         now = self.now() if new.created_at is None else new.created_at
         with self._transactions.writing(is_serializable=bool(new.prefix_id)) as conn:
-            conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
+            conversation_rows.refuse_existing(conn, new.conversation_id, new.tenant)
             shared = _shared_head(conn, new)
             number = conversation_rows.insert_conversation(
                 conn, new.without_messages(now), pending_json(new.pending)
@@ -234,7 +234,7 @@ class ConversationStore:
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             _, created = require_conversation(conn, new.conversation_id, new.tenant)
-            self.owners.made(conn, number, created)
+            self.owners.own_new(conn, number, created)
             return created
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
@@ -279,7 +279,7 @@ class ConversationStore:
         now = self.now()
         with self._transactions.writing(is_serializable=True) as conn:
             number, source = require_conversation(conn, source_id, tenant)
-            conversation_rows.refuse_taken(conn, new_id, tenant)
+            conversation_rows.refuse_existing(conn, new_id, tenant)
             links = message_rows.require_links(conn, number, source, at_revision)
             self.owners.drop_stale_source(conn, number, source)
             fork = conversation_rows.insert_conversation(
@@ -295,7 +295,7 @@ class ConversationStore:
             )
             message_rows.append_history(conn, fork, links)
             _, forked = require_conversation(conn, new_id, tenant)
-            self.owners.made(conn, fork, forked)
+            self.owners.own_new(conn, fork, forked)
             return forked
 
     @repeated
@@ -377,7 +377,7 @@ class ConversationStore:
                 self.erasure.prepare()
 
         try:
-            self.erasure.in_reserve(delete)
+            self.erasure.run_deletion(delete)
         except NotFound:
             self.erasure.finish()
             raise
@@ -556,9 +556,9 @@ class ConversationStore:
         return self.housekeeper.is_ours
 
     @property
-    def came_from(self) -> MutableMapping[tuple[str, str], str]:
+    def kv_sources(self) -> MutableMapping[tuple[str, str], str]:
         """Addresses of daemons that may still have KV of a conversation, by tenant and conversation id."""
-        return self.owners.came_from
+        return self.owners.kv_sources
 
     def watch(self, on_stale: Callable[[str, str], None]) -> None:
         """Set the callback that gets tenant and id of each conversation whose KV may be outdated.

@@ -104,7 +104,7 @@ def copy_history(source: Backend, target: Backend) -> Copied:
             new.execute("DELETE FROM salts")
             for table in COLUMNS:
                 _copy_table(old, new, table)
-            _go_on_from(new, _highest(old))
+            _continue_numbering(new, _highest(old))
             (epoch,) = old.execute("SELECT last FROM epochs").fetchone()
             new.execute("UPDATE epochs SET last = ?", (epoch,))
             copied = Copied(_count(old, "conversations"), _count(old, "messages"))
@@ -162,7 +162,7 @@ def _highest(conn: Connection) -> int:
     return int(highest)
 
 
-def _go_on_from(conn: Connection, highest_turn: int) -> None:
+def _continue_numbering(conn: Connection, highest_turn: int) -> None:
     """Number new rows after all copied rows, and new turns after all turns that ever existed."""
     if isinstance(conn, ServerSession):
         for table, key in NUMBER_COLUMNS.items():

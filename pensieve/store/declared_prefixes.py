@@ -95,7 +95,7 @@ class PrefixStore:
         with self._transactions.writing(is_serializable=True) as conn:
             source_id = stored_id(new.prefix_id)
             number, source = conversation_rows.require_conversation(conn, source_id, new.tenant)
-            conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
+            conversation_rows.refuse_existing(conn, new.conversation_id, new.tenant)
             created = conversation_rows.insert_conversation(
                 conn,
                 replace(
@@ -110,7 +110,7 @@ class PrefixStore:
             )
             message_rows.append_history(conn, created, message_rows.links(conn, number, 0))
             begun = conversation_rows.conversation_numbered(conn, created)
-            self._owners.made(conn, created, begun)
+            self._owners.own_new(conn, created, begun)
             return begun
 
     def find(self, prefix_id: str, *, tenant: str = "") -> StoredPrefix | None:
@@ -191,7 +191,7 @@ def num_by_tenant(conn: Connection) -> dict[str, int]:
     return dict(conn.execute("SELECT tenant, count(*) FROM prefixes GROUP BY tenant"))
 
 
-def of_all(conn: Connection) -> list[StoredPrefix]:
+def all_prefixes(conn: Connection) -> list[StoredPrefix]:
     """Return the prefixes of all tenants, oldest first."""
     rows = conn.execute(PREFIX + "ORDER BY p.conversation").fetchall()
     return [_prefix(conn, row) for row in rows]

@@ -38,7 +38,7 @@ JOBS_NAME = "jobs"
 RESERVE_NAME = "reserve"
 HOLDER_BYTES_MAX = 256
 LOCK_BYTES_MAX = 512
-ELSEWHERE = {  # the second line, if the holder's history is elsewhere
+OWN_HISTORY_TEXTS = {  # the second line of `lock`, if the holder's history is elsewhere
     True: "the history of this folder was not closed\n",
     False: "the history of this folder was closed\n",
 }
@@ -65,11 +65,11 @@ class DataFolder:
         database: int | None,
         before: bytes,
         holder: str,
-        lock_beside: int | None = None,
+        lock_of_link: int | None = None,
     ) -> None:
         """`before`: the text to restore in `lock` on close, if the history in the folder was not used.
 
-        `lock_beside`: the lock beside the database file, if `conversations.db` is a link to that file.
+        `lock_of_link`: the lock beside the database file, if `conversations.db` is a link to that file.
         """
         self.path = path
         self.holder = holder
@@ -77,7 +77,7 @@ class DataFolder:
         self._before = before
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
-        self._lock_beside = lock_beside
+        self._lock_beside = lock_of_link
         self._database = database
 
     @classmethod
@@ -93,17 +93,17 @@ class DataFolder:
             raise StoreError(f"the data folder {path} cannot be used: {error.strerror}") from error
         locks = [lock]
         try:
-            _take(lock, f"the data folder {path}")
-            before = _text_before(lock)
+            _lock_exclusively(lock, f"the data folder {path}")
+            before = _text_of_last_holder(lock)
             link = path / DATABASE_NAME
             if has_database and link.is_symlink():
                 file = link.resolve()
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 locks.append(os.open(beside(file, LOCK_NAME), flags, 0o600))
-                _take(locks[1], f"the history {file}")
-                before = before or _text_before(locks[1])
+                _lock_exclusively(locks[1], f"the history {file}")
+                before = before or _text_of_last_holder(locks[1])
             text = f"{os.getpid()} {holder}".replace("\n", "?").encode()[:HOLDER_BYTES_MAX] + b"\n"
-            _write(lock, text if has_database else text + ELSEWHERE[bool(before)].encode())
+            _write(lock, text if has_database else text + OWN_HISTORY_TEXTS[bool(before)].encode())
             for each in locks[1:]:
                 _write(each, text)
             database = None
@@ -231,17 +231,17 @@ def _is_open_to_others(path: Path) -> bool:
     return False
 
 
-def _take(lock: int, name: str) -> None:
+def _lock_exclusively(lock: int, name: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StoreLocked(f"{name} is in use by {holder_in(lock)}") from None
 
 
-def _text_before(lock: int) -> bytes:
+def _text_of_last_holder(lock: int) -> bytes:
     """Return the text that the last holder left in `lock`; empty if the holder closed the history."""
     text = os.pread(lock, LOCK_BYTES_MAX, 0)
-    return b"" if text.endswith(ELSEWHERE[False].encode()) else text
+    return b"" if text.endswith(OWN_HISTORY_TEXTS[False].encode()) else text
 
 
 def holder_in(lock: int) -> str:

@@ -26,7 +26,7 @@ from pensieve.store.turn_rows import wipe_logprobs
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-LOOKED_AT = 4096  # turns per step
+TURNS_PER_STEP = 4096
 FORGOTTEN_AT_ONCE = 64
 FORGOTTEN_BYTES = 2**20  # limit for logprobs per step; a single turn may exceed it
 CLEARED_DETAILS = {"request_id": "", "sampling": {}, "content_hash": ""}  # of a forgotten request
@@ -57,11 +57,11 @@ class Forgetting:
                 " state <> 'running' AND coalesce(finished_at, created_at) < ?,"
                 " (SELECT length(tokens) FROM bodies b WHERE b.body = turns.logprobs) FROM turns"
                 " WHERE turn_id > ? ORDER BY turn_id LIMIT ?",
-                (KEY_BYTES, before, self._after, LOOKED_AT),
+                (KEY_BYTES, before, self._after, TURNS_PER_STEP),
             ).fetchall()
         old: list[tuple[int, int]] = []
         after, first, has_gap = self._after, self._first, self._has_gap
-        goes_on = len(rows) == LOOKED_AT
+        goes_on = len(rows) == TURNS_PER_STEP
         num_bytes = 0
         for turn_id, body, is_known, created_at, has_ended, logprobs_bytes in rows:
             if created_at >= before:

@@ -45,9 +45,9 @@ from pensieve.store.transactions import StoreTransactions
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-MAKE_WAY_SECONDS = 0.1
+ERASURE_PAUSE_SECONDS = 0.1
 # at most one read in this time is delayed, because another program may block the erasure for long
-MAKE_WAY_EVERY_SECONDS = 1.0
+ERASURE_PAUSE_EVERY_SECONDS = 1.0
 TURN_ID_PATTERN = re.compile("[0-9]{1,18}")
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
@@ -63,7 +63,7 @@ class HistoryReader:
         self._snapshots = snapshots
         self._is_pending = is_pending
         self._transactions = transactions
-        self._makes_way_at = 0.0  # the next time a read may be delayed
+        self._next_pause_at = 0.0  # the next time a read may be delayed
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
         with self._snapshot() as conn:
@@ -161,7 +161,7 @@ class HistoryReader:
 
     def all_prefixes(self) -> list[StoredPrefix]:
         with self._snapshot() as conn:
-            return declared_prefixes.of_all(conn)
+            return declared_prefixes.all_prefixes(conn)
 
     def num_prefixes(self) -> dict[str, int]:
         with self._snapshot() as conn:
@@ -196,19 +196,19 @@ class HistoryReader:
     def close(self) -> None:
         self._snapshots.close()
 
-    def _make_way(self) -> None:
+    def _pause_for_erasure(self) -> None:
         """If an erasure is pending, wait a moment without a snapshot, so that the erasure can finish."""
         now = time.monotonic()
-        if not self._is_pending() or now < self._makes_way_at:
+        if not self._is_pending() or now < self._next_pause_at:
             return
-        self._makes_way_at = now + MAKE_WAY_EVERY_SECONDS
-        end = now + MAKE_WAY_SECONDS
+        self._next_pause_at = now + ERASURE_PAUSE_EVERY_SECONDS
+        end = now + ERASURE_PAUSE_SECONDS
         while self._is_pending() and time.monotonic() < end:
             time.sleep(0.002)
 
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[Connection]:
-        self._make_way()
+        self._pause_for_erasure()
         with self._snapshots.snapshot() as conn:
             yield conn
 

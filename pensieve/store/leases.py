@@ -19,7 +19,7 @@ from pensieve.store.owners import Owners, next_number
 from pensieve.store.transactions import CALLS_MAX
 
 log = logging.getLogger("pensieve")
-RENEWALS = 5  # renewals per lease
+RENEWALS_PER_LEASE = 5
 TIDY_SECONDS = 60.0
 
 
@@ -69,7 +69,7 @@ class Leases:
             self._transactions.close()
 
     def _run(self) -> None:
-        while not self._ending.wait(self._owners.lease_seconds / RENEWALS):
+        while not self._ending.wait(self._owners.lease_seconds / RENEWALS_PER_LEASE):
             try:
                 self._renew_and_tidy()
             except Exception:  # without this thread, other daemons would claim our conversations

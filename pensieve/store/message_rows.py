@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-INSERTED = ("turn_id", "role", "finish_reason", "num_tokens", "body")
+INSERTED_COLUMNS = ("turn_id", "role", "finish_reason", "num_tokens", "body")
 LINKS_AT_ONCE = 8  # rows per statement
 NO_END = 2**62
 LENGTHS = (  # length of a message, without and with its token ids; 0 if it is missing
@@ -63,7 +63,7 @@ def insert_message(
     body = insert_body(conn, tenant, message.private(), message.token_ids)
     reason = finish_reason and str(finish_reason)
     values = turn_id, str(message.role), reason, len(message.token_ids), body
-    return insert_numbered(conn, "messages", INSERTED, values)
+    return insert_numbered(conn, "messages", INSERTED_COLUMNS, values)
 
 
 def insert_messages(

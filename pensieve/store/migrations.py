@@ -40,7 +40,7 @@ from typing import Any
 from sqlite_utils import Migrations
 
 from pensieve.errors import StoreCorrupt, StoreError, StoreTooNew, StoreUnavailable
-from pensieve.store.bodies import ADDED_UP_BEFORE_LOGPROBS
+from pensieve.store.bodies import STORED_BYTES_QUERY_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
 LAST_RESORT = "restore an older backup (`pensieve restore`)"
@@ -128,7 +128,7 @@ STEPS: Steps = {
         # Limits per tenant need a counter.
         "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes INTEGER NOT NULL)"
         " STRICT, WITHOUT ROWID",
-        f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP_BEFORE_LOGPROBS}",
+        f"INSERT INTO tenants (tenant, stored_bytes) {STORED_BYTES_QUERY_BEFORE_LOGPROBS}",
     ),
     "m004_logprobs": (
         # Logprobs may take megabytes, and only a replay reads them.
@@ -251,7 +251,7 @@ def migrate(
         raise StoreTooNew(
             f"{path} has schema version {max(version, len(applied))}, but this Pensieve knows only"
             f" versions up to {len(steps)}. Open it with the newer Pensieve that wrote it, or"
-            f" {_way_back(path, len(steps)) or last_resort}"
+            f" {_downgrade_advice(path, len(steps)) or last_resort}"
         )
     if version == len(steps):
         return False
@@ -287,7 +287,7 @@ def _refuse_foreign(db: Any, path: Path, our_id: int) -> None:
         raise StoreError(f"{path} is a database of another program, not of Pensieve")
 
 
-def _way_back(path: Path, version: int) -> str:
+def _downgrade_advice(path: Path, version: int) -> str:
     """Tell the user which copy, made before the migration, this version can open; empty if there is none."""
     for older in range(version, 0, -1):
         copy = path.with_name(f"{path.name}.version{older}")

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 10.0
 FORGOTTEN_AFTER_SECONDS = 86_400.0  # `opened` ends a session this long after its lease expired
-CAME_FROM_MAX = 20_000  # limit for remembered addresses of previous owners
+KV_SOURCES_MAX = 20_000  # limit for remembered addresses of previous owners
 # differs from the key of the database lock (postgres/connection.py)
 EPOCHS_LOCK_KEY = 0x50656E7300000002
 DECLARED_MAX = 20_000  # limit for remembered declarations of prefixes
@@ -98,7 +98,7 @@ class Owners:
         self._now = now
         self.on_stale: Callable[[str, str], None] = lambda tenant, conversation_id: None
         # Addresses of daemons that may still have KV of a conversation, by (tenant, conversation_id).
-        self.came_from: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self.kv_sources: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._declared: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._lock = threading.Lock()  # guards both dicts
         self._opening = Opening()
@@ -129,7 +129,7 @@ class Owners:
                     f" OR lease_until < {clock} - ?",
                     (opening.folder, FORGOTTEN_AFTER_SECONDS),
                 )
-            interrupted = sorted(turn for (turn,) in conn.execute(ABANDONED).fetchall())
+            interrupted = sorted(turn for (turn,) in conn.execute(ABANDONED_TURNS).fetchall())
             for turn_id in interrupted:
                 turn_rows.interrupt_turn(conn, turn_id, self._now())
             session = next_number(conn)
@@ -233,7 +233,7 @@ class Owners:
         if owner is None:
             owner = _owner_number(conn, number)
         if owner == ours:
-            keep_owner(conn, number)
+            lock_owner(conn, number)
             return conversation
         address = ""
         if owner is not None:
@@ -243,17 +243,17 @@ class Owners:
             turn_rows.interrupt_turn(conn, running, self._now())
         self._own(conn, number)
         key = conversation.tenant, conversation.conversation_id
-        self.came_from.pop(key, None)
+        self.kv_sources.pop(key, None)
         if owner is not None:
             self.on_stale(*key)
         if address:
             with self._lock:
-                self.came_from[key] = address
-                if len(self.came_from) > CAME_FROM_MAX:
-                    self.came_from.popitem(last=False)
+                self.kv_sources[key] = address
+                if len(self.kv_sources) > KV_SOURCES_MAX:
+                    self.kv_sources.popitem(last=False)
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
-    def keep(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
+    def block_turns(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
         """Prevent a concurrent transaction from beginning a turn of the conversation.
 
         With PostgreSQL, this also claims the conversation if it has no owner. With SQLite, it does nothing,
@@ -262,21 +262,21 @@ class Owners:
         if isinstance(conn, ServerSession) and _owner_number(conn, number) is None:
             self.hold(conn, number, conversation)
         else:
-            keep_owner(conn, number)
+            lock_owner(conn, number)
 
-    def made(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
+    def own_new(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
         """Make this daemon the owner of a new conversation. KV under its id is dropped as outdated.
 
         The caller has read the conversation after inserting it. So no concurrent transaction has created a
         conversation with the same id.
         """
         self._own(conn, number)
-        self.forget(conversation)
+        self.drop_kv(conversation)
 
-    def forget(self, conversation: StoredConversation) -> None:
+    def drop_kv(self, conversation: StoredConversation) -> None:
         """Drop the engine's KV under this conversation's id."""
         key = conversation.tenant, conversation.conversation_id
-        self.came_from.pop(key, None)
+        self.kv_sources.pop(key, None)
         self.on_stale(*key)
 
     def drop_stale_source(self, conn: Connection, number: int, source: StoredConversation) -> None:
@@ -351,7 +351,7 @@ class Owners:
             return owner_of(conn, conversation_id, tenant, self._transactions.session)
 
 
-ABANDONED = """
+ABANDONED_TURNS = """
     SELECT t.turn_id FROM turns t WHERE t.state = 'running' AND NOT EXISTS (
         SELECT 1 FROM owners o JOIN sessions s USING (session)
         WHERE o.conversation = t.conversation)
@@ -393,7 +393,7 @@ def _session(number: int, *row: Any) -> Session:
     return Session(number, *places, is_draining=bool(is_draining), is_alive=bool(alive))
 
 
-def keep_owner(conn: Connection, number: int) -> None:
+def lock_owner(conn: Connection, number: int) -> None:
     """Prevent a concurrent claim of the conversation, even from a transaction with an older snapshot.
 
     This also prevents turns from beginning, because `begin_turn` calls `hold`, which changes the same row.

@@ -37,8 +37,8 @@ class StoredTurnState(StrEnum):
     FAILED = "failed"  # the engine could not finish the turn; its messages are not in the history
 
 
-# A retry that finds its turn in one of these states does not begin it again.
-KNOWN_STATES = frozenset(
+# A retry that finds its turn in one of these states does not begin the turn again.
+NOT_RESTARTED_STATES = frozenset(
     {StoredTurnState.RUNNING, StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}
 )
 

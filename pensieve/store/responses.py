@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 RESPONSE_KEYS = "response"  # separates the keys of responses from those of conversations
-RAISED = "last_revision = CASE WHEN last_revision < ? THEN ? ELSE last_revision END"
+RAISE_LAST_REVISION = "last_revision = CASE WHEN last_revision < ? THEN ? ELSE last_revision END"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ResponseStore:
             )
             put_response(conn, number, response)
 
-    def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
+    def is_only_for_responses(self, conversation_id: str, *, tenant: str = "") -> bool:
         """Return whether a conversation exists only to hold responses, and has at least one response.
 
         Raises NotFound if the conversation does not exist.
@@ -84,7 +84,7 @@ class ResponseStore:
             ).fetchone()
         return row is not None
 
-    def goes_with(self, response_id: str, *, tenant: str = "") -> Removed:
+    def unneeded_without(self, response_id: str, *, tenant: str = "") -> Removed:
         """Return what `delete` would return, without deleting the response."""
         with self._transactions.reading(is_snapshot=True) as conn:
             return _unneeded_without(conn, _require(conn, response_id, tenant))
@@ -105,7 +105,7 @@ class ResponseStore:
             return removed
 
         try:
-            removed = self._erasure.in_reserve(delete)
+            removed = self._erasure.run_deletion(delete)
         except NotFound:
             self._erasure.finish()
             raise
@@ -146,7 +146,7 @@ def put_response(conn: Connection, number: int, response: StoredResponse) -> Non
         return
     wipe_bodies(conn, tenant, (row[2],))
     conn.execute(
-        f"UPDATE responses SET revision = ?, {RAISED}, body = ? WHERE response = ?",
+        f"UPDATE responses SET revision = ?, {RAISE_LAST_REVISION}, body = ? WHERE response = ?",
         (response.revision, last_revision, last_revision, body, row[0]),
     )
 
@@ -175,7 +175,7 @@ def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
     wipe_bodies(conn, tenant, (row.body,))
     conn.execute("DELETE FROM responses WHERE response = ?", (row.response,))
     conn.execute(
-        f"UPDATE responses SET {RAISED} WHERE conversation = ?",
+        f"UPDATE responses SET {RAISE_LAST_REVISION} WHERE conversation = ?",
         (row.last_revision, row.last_revision, row.conversation),
     )
     return unneeded

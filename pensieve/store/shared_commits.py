@@ -121,11 +121,11 @@ class ConnectionQueue:
         with self._lock:
             return self._joining.popleft() if self._joining else None
 
-    def have(self) -> None:
-        """Note that the calling thread was woken and now uses the connection."""
+    def note_user(self) -> None:
+        """Record that the calling thread was woken and now uses the connection."""
         self._user = threading.get_ident()
 
-    def give(self, waiter: Waiter) -> None:
+    def hand_over(self, waiter: Waiter) -> None:
         """Give the connection to another thread in the middle of a transaction."""
         self._user = NOBODY
         waiter.wake()
@@ -143,7 +143,7 @@ class ConnectionQueue:
             queue.append(waiter)
         try:
             waiter.wait()
-            self.have()
+            self.note_user()
         except BaseException:  # such as KeyboardInterrupt
             self._withdraw(queue, waiter)
             raise
@@ -156,7 +156,7 @@ class ConnectionQueue:
                 self._num_first = min(self._num_first, len(self._alone))
                 return
         waiter.wait()
-        self.have()
+        self.note_user()
         self._pass_on()
 
     def _next(self) -> Waiter | None:
@@ -252,11 +252,11 @@ class SharedCommits(WriterConnection):
 
         Raises Conflict if the transaction is lost.
         """
-        first = self._joining_in(group)
+        first = self._next_to_join(group)
         if first is None:
             return
         self._group = group
-        self._queue.give(first)
+        self._queue.hand_over(first)
         try:
             group.leader.wait()
         except BaseException:  # such as KeyboardInterrupt; other threads still use the connection
@@ -264,7 +264,7 @@ class SharedCommits(WriterConnection):
             group.leader.wait()
             raise
         finally:
-            self._queue.have()
+            self._queue.note_user()
             self._group = None
         if group.is_lost:
             raise Conflict(LOST)
@@ -296,7 +296,7 @@ class SharedCommits(WriterConnection):
         if group is None:
             self._queue.leave()
         else:
-            self._queue.give(self._joining_in(group) or group.leader)
+            self._queue.hand_over(self._next_to_join(group) or group.leader)
 
     @contextlib.contextmanager
     def _savepoint(self, group: Group) -> Iterator[None]:
@@ -308,7 +308,7 @@ class SharedCommits(WriterConnection):
                 try:
                     yield
                 except Exception as error:
-                    if not self._blames_database(error):
+                    if not self._is_database_failure(error):
                         conn.execute("ROLLBACK TO SAVEPOINT call")
                         conn.execute("RELEASE SAVEPOINT call")
                         group.is_lost = False
@@ -316,13 +316,13 @@ class SharedCommits(WriterConnection):
                 conn.execute("RELEASE SAVEPOINT call")
                 group.is_lost = False
         except self.driver.Error as error:
-            raise self._explained(error) from error
+            raise self._pensieve_error(error) from error
 
-    def _blames_database(self, error: Exception) -> bool:
+    def _is_database_failure(self, error: Exception) -> bool:
         """Return whether the database failed. Constraint errors do not count: they undo one statement."""
         return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
 
-    def _joining_in(self, group: Group) -> Waiter | None:
+    def _next_to_join(self, group: Group) -> Waiter | None:
         """Return the next thread to join. None: none waits, the time is over, or the transaction is lost."""
         if group.is_lost or time.monotonic() >= group.until:
             return None

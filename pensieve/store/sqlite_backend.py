@@ -15,7 +15,7 @@ from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavai
 from pensieve.store import verify
 from pensieve.store.backend import ErasureSteps, Marks, TimeLimit
 from pensieve.store.compaction import Compaction, CompactionPhase, first_phase
-from pensieve.store.connection import WriterConnection, explained, open_read_only
+from pensieve.store.connection import WriterConnection, open_read_only, pensieve_error
 from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.migrations import migrate, remove_copies
@@ -26,12 +26,12 @@ from pensieve.store.verify import (
     KEYS,
     ROWS,
     Scrub,
-    Walk,
-    Walks,
+    ScrubScans,
+    TableScan,
     highest_keys,
-    look_at_bodies,
-    look_at_conversation,
     read_tables,
+    scan_bodies,
+    scan_conversation,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +68,10 @@ class SqliteBackend:
         self._shared = shared
         # After `patience_seconds`, a waiting writer kills a writing process that is stopped. Half of the
         # lease is short enough that the leases of waiting daemons do not expire meanwhile.
-        self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
+        self._sharing_options: dict[str, Any] = {
+            "shared": shared,
+            "patience_seconds": lease_seconds / 2,
+        }
         self._busy_timeout_seconds = busy_timeout_seconds
         kind = WriterConnection if num_lanes == 1 else SharedCommits
         self.writer = kind(
@@ -79,7 +82,7 @@ class SqliteBackend:
             driver,
             busy_timeout_seconds,
             statement_seconds,
-            **self._more,
+            **self._sharing_options,
         )
         self.figures = self.writer.figures
         reserve_path = folder.path / RESERVE_NAME if shared is None else shared.reserve_path
@@ -104,7 +107,7 @@ class SqliteBackend:
             self._busy_timeout_seconds,
             self.writer.limit.seconds,
             synchronous="NORMAL",
-            **self._more,
+            **self._sharing_options,
         )
 
     def close(self) -> None:
@@ -171,7 +174,7 @@ class Snapshots:
                 yield self._conn
         except self._driver.Error as error:
             self.close()
-            raise explained(error, self._path) from error
+            raise pensieve_error(error, self._path) from error
         finally:
             if self._conn is not None and self._conn.in_transaction:
                 try:
@@ -189,7 +192,7 @@ class Snapshots:
 
 def scrub_of_files(path: Path, driver: Any) -> Scrub:
     """Return a scrub with a small page cache, so that it reads from the disk and not from the cache."""
-    return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), SQLITE_WALKS)
+    return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), SQLITE_SCANS)
 
 
 class Erasure(ErasureSteps):
@@ -251,7 +254,7 @@ class Erasure(ErasureSteps):
         with self._counting:
             self._num_deletions += 1
 
-    def in_reserve(self, delete: Callable[[], T]) -> T:
+    def run_deletion(self, delete: Callable[[], T]) -> T:
         with self._deleting:
             try:
                 return delete()
@@ -287,13 +290,13 @@ class Erasure(ErasureSteps):
         with self._counting:
             self._num_erased = max(self._num_erased, num_deletions)
         with contextlib.suppress(StoreUnavailable):  # the next deletion checks again
-            self._look(is_urgent=not self._reserve.is_kept)
+            self._begin_compaction_if_due(is_urgent=not self._reserve.is_kept)
 
     def resume(self) -> None:
         self._reserve.refill()
         with contextlib.suppress(PensieveError):  # later steps retry
             self.finish()
-            self._look()
+            self._begin_compaction_if_due()
 
     def step(self) -> bool:
         if self.pending:
@@ -303,7 +306,7 @@ class Erasure(ErasureSteps):
             self._writer.truncate_journal()  # the file gets shorter only at a checkpoint
         return self.due
 
-    def _look(self, *, is_urgent: bool = False) -> None:
+    def _begin_compaction_if_due(self, *, is_urgent: bool = False) -> None:
         """Begin a compaction pass if the file wastes enough space."""
         if self._compaction is None and self._housekeeper.is_ours:
             phase = first_phase(self._writer, self._compact_bytes_min, is_urgent=is_urgent)
@@ -419,11 +422,11 @@ def _num_steps(conn: Connection) -> int:
         num_bytes *= conn.execute(f"PRAGMA {pragma}").fetchone()[0]
     walked = numbers["bodies"] + sum(numbers[each.table] for each in INDEXES)
     conversations = numbers["conversations"]
-    return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(WALKS)
+    return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(SCANS)
 
 
 def _conversations(conn: Connection, after: int, problems: list[str]) -> int | None:
-    number = look_at_conversation(conn, after, problems)
+    number = scan_conversation(conn, after, problems)
     if number is not None:
         problems += [
             f"conversation number {number}: an index does not find message {position}"
@@ -465,11 +468,11 @@ def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
     return last
 
 
-WALKS: tuple[Walk, ...] = (
+SCANS: tuple[TableScan, ...] = (
     _conversations,
-    look_at_bodies,
+    scan_bodies,
     _owners,
     *(partial(_indexed, index) for index in INDEXES),
     partial(read_tables, SMALL_TABLES),
 )
-SQLITE_WALKS = Walks(WALKS, _num_steps)
+SQLITE_SCANS = ScrubScans(SCANS, _num_steps)

@@ -94,10 +94,10 @@ class StoreTransactions:
         self._live: dict[int, object] = {}  # token by turn
         self._ended: dict[int, None] = {}  # turns whose end was written, oldest first
         self._lock = threading.Lock()  # guards both dicts
-        self._here = _ThreadState()
+        self._thread_state = _ThreadState()
         # The number of failures that may have left dead rows, and how many of them were repaired.
-        self._num_failures, self._num_mended = 1, 0
-        self._mending = threading.Lock()
+        self._num_failures, self._num_repaired = 1, 0
+        self._repairing = threading.Lock()
         self.session = NOBODY  # this daemon's session, when it is open
 
     # -- transactions --
@@ -106,7 +106,7 @@ class StoreTransactions:
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
         """Repair dead rows if necessary, then run one transaction. `is_serializable`: see backend.py."""
         self.interrupt_dead()
-        self._here.turn = None
+        self._thread_state.turn = None
         is_refused = False
         try:
             with self._writer.writing(is_serializable) as conn:
@@ -116,7 +116,7 @@ class StoreTransactions:
                     is_refused = True
                     raise
         except BaseException as error:
-            turn = self._here.turn
+            turn = self._thread_state.turn
             if turn is not None and turn.role is _Role.BEGINS:
                 self._end_life(turn.turn_id, turn.token)
             if not is_refused and not isinstance(error, Conflict):
@@ -128,7 +128,7 @@ class StoreTransactions:
         """Run the transaction that opens this daemon's session and interrupts dead turns."""
         with self._writer.writing() as conn:
             yield conn
-        self._num_mended = self._num_failures
+        self._num_repaired = self._num_failures
 
     @contextlib.contextmanager
     def ending(self, turn_id: int) -> Iterator[Connection]:
@@ -143,27 +143,27 @@ class StoreTransactions:
         with self._lock:
             token = self._live.setdefault(turn_id, new)
         was_live = token is not new
-        self._here.turn = None
+        self._thread_state.turn = None
         try:
             with self.writing() as conn:
                 yield conn
             was_written = True
             with self._lock:
-                if self._here.turn == _ThreadTurn(turn_id, _Role.ENDS):
+                if self._thread_state.turn == _ThreadTurn(turn_id, _Role.ENDS):
                     self._ended[turn_id] = None
                 if len(self._ended) > ENDED_MAX:
                     del self._ended[next(iter(self._ended))]
         except Conflict:
-            if self._here.turn != _ThreadTurn(turn_id, _Role.LATE):
+            if self._thread_state.turn != _ThreadTurn(turn_id, _Role.LATE):
                 stays_live = True
-                self._here.turn = _ThreadTurn(turn_id, _Role.UNDECIDED, token)
+                self._thread_state.turn = _ThreadTurn(turn_id, _Role.UNDECIDED, token)
             raise
         except BaseException:
             with self._lock:
                 self._ended.pop(turn_id, None)
             raise
         finally:
-            is_late = self._here.turn == _ThreadTurn(turn_id, _Role.LATE)
+            is_late = self._thread_state.turn == _ThreadTurn(turn_id, _Role.LATE)
             if not stays_live and not (is_late and was_live):
                 self._end_life(turn_id, token)
                 if not was_written:
@@ -178,9 +178,9 @@ class StoreTransactions:
         if fence.owner != self.session:
             return False
         if attempt and attempt != fence.attempt:
-            self._here.turn = _ThreadTurn(turn_id, _Role.LATE)
+            self._thread_state.turn = _ThreadTurn(turn_id, _Role.LATE)
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
-        self._here.turn = _ThreadTurn(turn_id, _Role.ENDS)
+        self._thread_state.turn = _ThreadTurn(turn_id, _Role.ENDS)
         return True
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class StoreTransactions:
 
     def _give_up(self) -> None:
         """Remove the turn that the call should have ended from the live turns, as after any other error."""
-        turn, self._here.turn = self._here.turn, None
+        turn, self._thread_state.turn = self._thread_state.turn, None
         if turn is not None and turn.role is _Role.UNDECIDED:
             self._end_life(turn.turn_id, turn.token)
             with self._lock:
@@ -219,7 +219,7 @@ class StoreTransactions:
     def add(self, turn_id: int) -> None:
         """Note that the current transaction begins a turn. The turn is live unless the transaction fails."""
         token = object()
-        self._here.turn = _ThreadTurn(turn_id, _Role.BEGINS, token)
+        self._thread_state.turn = _ThreadTurn(turn_id, _Role.BEGINS, token)
         with self._lock:
             self._live[turn_id] = token
             self._ended.pop(turn_id, None)
@@ -238,11 +238,11 @@ class StoreTransactions:
 
     def interrupt_dead(self) -> list[int]:
         """Interrupt every dead turn. Return the ids of these turns."""
-        if self._num_mended == self._num_failures:
+        if self._num_repaired == self._num_failures:
             return []
-        with self._mending:
+        with self._repairing:
             num_failures = self._num_failures
-            if self._num_mended == num_failures:
+            if self._num_repaired == num_failures:
                 return []
             self._writer.settle()  # a failed write may still be committed by the server
             with self._writer.writing() as conn:
@@ -250,7 +250,7 @@ class StoreTransactions:
                 dead = [turn for turn in running if turn not in self._live]
                 for turn_id in dead:  # raises Conflict if the turn has ended since
                     turn_rows.interrupt_turn(conn, turn_id, self._now())
-            self._num_mended = num_failures
+            self._num_repaired = num_failures
         return dead
 
     # -- for reads --
@@ -258,17 +258,19 @@ class StoreTransactions:
     def as_read(self, conn: Connection, conversation: StoredConversation) -> StoredConversation:
         """Return the conversation without a dead running turn."""
         turn_id = conversation.running_turn_id
-        if turn_id is None or not self._reads_dead(conn, turn_id):
+        if turn_id is None or not self._is_dead_for_reads(conn, turn_id):
             return conversation
         return replace(conversation, running_turn_id=None)
 
     def turn_as_read(self, conn: Connection, turn: StoredTurn) -> StoredTurn:
         """Return the turn, as `interrupted` if it is dead."""
-        if turn.state is not StoredTurnState.RUNNING or not self._reads_dead(conn, turn.turn_id):
+        if turn.state is not StoredTurnState.RUNNING or not self._is_dead_for_reads(
+            conn, turn.turn_id
+        ):
             return turn
         return replace(turn, state=StoredTurnState.INTERRUPTED)
 
-    def _reads_dead(self, conn: Connection, turn_id: int) -> bool:
+    def _is_dead_for_reads(self, conn: Connection, turn_id: int) -> bool:
         return turn_id not in self._ended and self.is_dead(conn, turn_id)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-INSERTED = (  # columns of a new turn
+INSERTED_COLUMNS = (  # columns of a new turn
     "conversation",
     "request_key",
     "state",
@@ -198,7 +198,7 @@ def insert_turn(
     key, seed = digest(request.request_id), str(request.seed)
     keyed = _idempotency_key(conversation.tenant, request)
     values = number, key, "running", 1, seed, "{}", now, body, keyed
-    turn_id = insert_numbered(conn, "turns", INSERTED, values)
+    turn_id = insert_numbered(conn, "turns", INSERTED_COLUMNS, values)
     return StoredTurn(
         turn_id=turn_id,
         conversation_id=conversation.conversation_id,

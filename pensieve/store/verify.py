@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import conversation_rows
 from pensieve.store.backend import NUMBER_COLUMNS, Reads
-from pensieve.store.bodies import ADDED_UP, TOKEN_BYTES, checked_body, last_within
+from pensieve.store.bodies import STORED_BYTES_QUERY, TOKEN_BYTES, checked_body, last_within
 from pensieve.store.connection import read_only
 from pensieve.store.salts import SALT_BYTES
 
@@ -37,8 +37,8 @@ PROBLEMS_MAX = 100
 KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}
 ROWS = 256
 BODIES_BYTES = 256 * 2**10
-# Reads rows after a key. Returns the last key that it has read, or None at the end.
-Walk = Callable[["Connection", int, list[str]], "int | None"]
+# Checks some rows after a key, and appends the problems. Returns the last read key, or None at the end.
+TableScan = Callable[["Connection", int, list[str]], "int | None"]
 
 
 def verify(
@@ -126,10 +126,10 @@ def verify_conversation(conn: Connection, number: int, problems: list[str]) -> N
     problems += [f"{name}, turn {row[0]}: {row[1]}" for row in conn.execute(TURN_QUERY, (number,))]
 
 
-class Walks(NamedTuple):
-    """The steps of a scrub for one kind of database, and an estimate of their number."""
+class ScrubScans(NamedTuple):
+    """The scans of a scrub for one kind of database, and an estimate of the number of steps."""
 
-    walks: tuple[Walk, ...]
+    scans: tuple[TableScan, ...]
     num_steps: Callable[[Connection], int]  # an estimate, usually too high
 
 
@@ -142,11 +142,11 @@ class Scrub:
     beginning. For one thread at a time.
     """
 
-    def __init__(self, reads: Reads, walks: Walks) -> None:
+    def __init__(self, reads: Reads, scans: ScrubScans) -> None:
         self.num_passes = 0
         self._reads = reads
-        self._walks, self._num_steps = walks
-        self._walk = 0
+        self._scans, self._num_steps = scans
+        self._scan = 0
         self._after = 0
 
     def num_steps(self) -> int:
@@ -155,20 +155,20 @@ class Scrub:
             with self._reads.snapshot() as conn:
                 return self._num_steps(conn)
         except StoreCorrupt:
-            return len(self._walks)
+            return len(self._scans)
 
     def step(self) -> list[str]:
         """Take one step. Return the problems found."""
         problems: list[str] = []
         try:
             with self._reads.snapshot() as conn:
-                last = self._walks[self._walk](conn, self._after, problems)
+                last = self._scans[self._scan](conn, self._after, problems)
             self._after = last or 0
-            self._walk += last is None
+            self._scan += last is None
         except StoreCorrupt as error:
             problems.append(str(error))
-        if self._walk == len(self._walks) or problems:
-            self._walk = self._after = 0
+        if self._scan == len(self._scans) or problems:
+            self._scan = self._after = 0
             self.num_passes += not problems
             self.close()
         return problems
@@ -177,7 +177,7 @@ class Scrub:
         self._reads.close()
 
 
-def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
+def scan_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
     number: int | None = conn.execute(
         "SELECT min(conversation) FROM conversations WHERE conversation > ?", (after,)
     ).fetchone()[0]
@@ -186,7 +186,7 @@ def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> i
     return number
 
 
-def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
+def scan_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
     lengths = conn.execute(
         "SELECT body, coalesce(length(private) + length(tokens), 0) FROM bodies WHERE body > ?"
         " ORDER BY body LIMIT ?",
@@ -320,7 +320,7 @@ STORE_QUERIES = (
     (
         "tenant {!r}: its conversations take {} bytes, and {} are counted",
         f"""
-        WITH added (tenant, num_bytes) AS ({ADDED_UP}),
+        WITH added (tenant, num_bytes) AS ({STORED_BYTES_QUERY}),
             known AS (SELECT tenant FROM added UNION SELECT tenant FROM tenants)
         SELECT k.tenant, coalesce(a.num_bytes, 0), coalesce(t.stored_bytes, 0)
         FROM known k LEFT JOIN added a USING (tenant) LEFT JOIN tenants t USING (tenant)

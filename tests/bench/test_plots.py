@@ -211,7 +211,7 @@ def test_more_than_six_lines_have_a_legend_beside_the_axes() -> None:
 def test_repeats_are_drawn_as_a_band_from_least_to_most() -> None:
     pytest.importorskip("matplotlib")
     sheet = study(("lru", "return"), (0.5, 1.0), (0,))
-    again = next(panel for panel in sheet.panels if "computed again" in panel.title)
+    again = next(panel for panel in sheet.panels if "Recomputed history" in panel.title)
     band = again.axes.collections[0].get_paths()[0].get_extents()
     assert band.y0 == pytest.approx(100 * 0.05)
     assert band.y1 == pytest.approx(100 * 0.12)

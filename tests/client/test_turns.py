@@ -14,7 +14,7 @@ from pensieve.client import Delta, Restarted, Retry
 from pensieve.client.grpc_errors import error_of
 from pensieve.client.requests import sampling_of, send_request
 from pensieve.client.turn_progress import ReplyAccumulator
-from pensieve.guard.client_errors import client_text, is_of_the_machine
+from pensieve.guard.client_errors import client_text, is_for_the_log
 from pensieve.v1 import conversation_pb2 as pb
 
 
@@ -113,7 +113,7 @@ def test_the_client_rebuilds_the_daemons_error_from_its_status(error: errors.Pen
     )
     assert type(again) is type(error)
     # Texts that name files of the server's machine are not sent to clients.
-    text = client_text(error) if is_of_the_machine(error) else str(error)
+    text = client_text(error) if is_for_the_log(error) else str(error)
     assert (str(again), again.reason) == (text, error.reason)
     for name, value in vars(error).items():
         assert getattr(again, name) == value

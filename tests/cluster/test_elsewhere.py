@@ -34,7 +34,7 @@ class Both:
 
     def conversations(self) -> int:
         daemon = self.rigs[ONE].daemon
-        count = daemon.threads.in_reader("", daemon.reader.num_conversations)
+        count = daemon.threads.in_read_thread("", daemon.reader.num_conversations)
         return int(self.rigs[ONE].call(count))
 
     def respond(self, at: int, **fields: Any) -> Any:

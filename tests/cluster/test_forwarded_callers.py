@@ -15,7 +15,7 @@ import pytest
 from pensieve.api.grpc import http_forwarding
 from pensieve.api.grpc.interceptor import CALLER_KEY, FORWARDED
 from pensieve.guard import callers
-from pensieve.guard.callers import Caller, written_caller
+from pensieve.guard.callers import Caller, encode_caller
 from pensieve.launch.sharing import Sharing
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import replica_pb2, replica_pb2_grpc
@@ -106,7 +106,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 FORGED = {
-    "pensieve_caller": written_caller(Caller("ann", admin=True)),
+    "pensieve_caller": encode_caller(Caller("ann", admin=True)),
     "pensieve_forwarded": "one",
 }
 

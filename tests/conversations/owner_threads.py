@@ -20,7 +20,7 @@ ALLOWED_IN_OTHER_THREADS = {
     "close",
     "is_shared",
     "is_housekeeper",
-    "came_from",
+    "kv_sources",
 }
 NOT_CHECKED = {"serving"}  # an attribute of the engine client that tests read in their own thread
 

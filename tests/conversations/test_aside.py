@@ -9,15 +9,15 @@ import threading
 
 import pytest
 
-from pensieve.conversations.threads import aside
+from pensieve.conversations.threads import in_new_thread
 
 
 def test_aside_returns_the_result_or_raises_the_error() -> None:
     async def scenario() -> None:
-        assert await aside(divmod, 7, 2) == (3, 1)
-        assert (await aside(threading.current_thread)) is not threading.current_thread()
+        assert await in_new_thread(divmod, 7, 2) == (3, 1)
+        assert (await in_new_thread(threading.current_thread)) is not threading.current_thread()
         with pytest.raises(ZeroDivisionError):
-            await aside(divmod, 7, 0)
+            await in_new_thread(divmod, 7, 0)
 
     asyncio.run(scenario())
 
@@ -26,7 +26,7 @@ def test_a_result_after_the_caller_was_cancelled_is_ignored() -> None:
     release = threading.Event()
 
     async def scenario() -> None:
-        waiting = asyncio.create_task(aside(release.wait, 30.0))
+        waiting = asyncio.create_task(in_new_thread(release.wait, 30.0))
         await asyncio.sleep(0.05)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -40,9 +40,9 @@ def test_a_result_after_the_caller_was_cancelled_is_ignored() -> None:
 def test_a_process_exits_while_an_aside_call_still_runs() -> None:
     code = """
 import asyncio, time
-from pensieve.conversations.threads import aside
+from pensieve.conversations.threads import in_new_thread
 async def main():
-    asyncio.create_task(aside(time.sleep, 600))
+    asyncio.create_task(in_new_thread(time.sleep, 600))
     await asyncio.sleep(0.1)
 asyncio.run(main())
 print("ended")

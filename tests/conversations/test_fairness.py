@@ -84,7 +84,7 @@ def test_a_refused_job_is_freed_without_a_garbage_collection() -> None:
         for i in range(4):
             job = threads.in_store("a", _refuse, i)
             try:
-                await (threads.whole(job) if i % 2 else job)
+                await (threads.run_to_end(job) if i % 2 else job)
             except InvalidArgument as error:
                 errors.append(weakref.ref(error))
             del job

@@ -13,9 +13,9 @@ import pytest
 from pensieve.conversations import housekeeping
 from pensieve.errors import DiskFull, StoreUnavailable
 from pensieve.store import ConversationStore
-from pensieve.store.connection import explained as sqlite_explained
+from pensieve.store.connection import pensieve_error as sqlite_explained
 from pensieve.store.folder import RESERVE_NAME
-from pensieve.store.postgres.connection import explained as postgres_explained
+from pensieve.store.postgres.connection import pensieve_error as postgres_explained
 from pensieve.store.sqlite_backend import Reserve
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
@@ -55,7 +55,7 @@ def door(tmp_path: Path) -> Iterator[HttpRig]:
 @pytest.fixture
 def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that makes the disk full or not full."""
-    monkeypatch.setattr(housekeeping, "FULL_SECONDS", 0.01)
+    monkeypatch.setattr(housekeeping, "FULL_DISK_CHECK_SECONDS", 0.01)
     store: Any = door.rig.daemon.store
     writer = store._writer
     faults = FullWithoutReserve(writer.driver, store.folder.path / RESERVE_NAME)

@@ -278,7 +278,7 @@ def test_a_slow_pull_is_stopped_and_keeps_the_received_parts(
 ) -> None:
     name = two.next_unused()
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
-    monkeypatch.setattr(hand_over, "ALWAYS_SECONDS", 3.0)
+    monkeypatch.setattr(hand_over, "ALWAYS_FETCH_SECONDS", 3.0)
     arrived = fetch_with_changes(lambda number, part: part)
 
     async def fetch(*arguments: Any) -> Parts:

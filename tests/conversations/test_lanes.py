@@ -45,7 +45,7 @@ def test_a_blocked_job_delays_only_its_lane_and_the_store_health_check() -> None
             await asyncio.sleep(0.001)
         assert threads.store_waiting.num_jobs >= 2
         assert threads.store_waiting.oldest_seconds > 0
-        health = asyncio.ensure_future(threads.store_answers())
+        health = asyncio.ensure_future(threads.wait_for_store())
         await asyncio.sleep(0.01)
         assert not any(each.done() for each in (health, behind))
         goes_on.set()

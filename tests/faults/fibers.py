@@ -141,7 +141,7 @@ class Lock:
 
 def prepare(store: ConversationStore) -> None:
     """Replace the store's locks that a thread holds while it uses the disk."""
-    vars(vars(store)["_transactions"])["_mending"] = Lock()
+    vars(vars(store)["_transactions"])["_repairing"] = Lock()
     vars(store.erasure)["_deleting"] = Lock()
 
 

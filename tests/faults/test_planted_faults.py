@@ -118,7 +118,7 @@ def return_before_the_commit(original: Any, self: SharedCommits, group: Group) -
         with self._savepoint(group):
             yield group.conn
     finally:
-        self._queue.give(self._joining_in(group) or group.leader)
+        self._queue.hand_over(self._next_to_join(group) or group.leader)
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ FAULTS: dict[str, Plant] = {
         message_rows, "require_links", fork_all_messages
     ),
     "the engine keeps a deleted conversation": around(
-        EngineClient, "tell", forget_to_tell_the_engine
+        EngineClient, "try_put", forget_to_tell_the_engine
     ),
     "chunks are found by their position and not by their tokens": around(
         identities, "_digest", without_the_tokens

@@ -255,7 +255,7 @@ def test_deletions_admin_calls_and_tokens_are_logged_without_message_text(
     )
     names = [each["token"] for each in wait_for_events(path, "token", 3)]
     assert names[0] == "laptop"
-    assert len(names[1]) == callers.SHOWN_DIGITS
+    assert len(names[1]) == callers.LOG_NAME_DIGITS
     denied, unknown = wait_for_events(path, "refused", 2)
     assert (denied["reason"], denied["token"]) == ("PERMISSION_DENIED", "laptop")
     assert (unknown["reason"], "token" in unknown) == ("UNAUTHENTICATED", False)

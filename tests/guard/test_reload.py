@@ -126,7 +126,7 @@ def test_a_token_file_that_was_briefly_unreadable_is_read_again(
         return read(path)
 
     monkeypatch.setattr(reload, "read_tokens", failing)
-    monkeypatch.setattr(reload, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(reload, "POLL_SECONDS", 0.001)
 
     async def watch() -> None:
         def tell(number: int, problem: str) -> None:

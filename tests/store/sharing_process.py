@@ -73,7 +73,7 @@ class Worker:
     def stale_and_came_from(self) -> list[Any]:
         """Return what became stale since the last call, and which daemons conversations came from."""
         stale, self.stale = self.stale, []
-        return [stale, {name: at for (_, name), at in self.store.came_from.items()}]
+        return [stale, {name: at for (_, name), at in self.store.kv_sources.items()}]
 
     def drain(self) -> None:
         self.store.drain()

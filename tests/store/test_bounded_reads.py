@@ -118,7 +118,7 @@ def test_a_scrub_step_reads_a_bounded_number_of_bytes(
         problems: list[str] = []
         while True:
             eager: Any = Eager(conn)
-            last = verify.look_at_bodies(eager, after, problems)
+            last = verify.scan_bodies(eager, after, problems)
             most = max(most, eager.num_bytes)
             if last is None:
                 break

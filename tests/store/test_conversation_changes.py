@@ -49,21 +49,21 @@ def test_begin_with_sets_the_head_tools_and_options_of_an_empty_conversation(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
-    changed = store.changes.begin_with("tea", "Be brief.", [{"name": "kettle"}], {"depth": 1})
+    changed = store.changes.set_beginning("tea", "Be brief.", [{"name": "kettle"}], {"depth": 1})
     assert (changed.tools, changed.template_options) == (({"name": "kettle"},), {"depth": 1})
     assert [(each.role, each.content) for each in store.messages("tea")] == [
         ("system", "Be brief.")
     ]
     assert store.verify() == []
     with pytest.raises(StaleRevision):
-        store.changes.begin_with("tea", "Be long.", [], {})
+        store.changes.set_beginning("tea", "Be long.", [], {})
 
 
 def test_begin_with_is_refused_while_a_turn_runs(store: ConversationStore) -> None:
     create(store, "tea")
     begin(store, "tea", "r1", "hi", 1)
     with pytest.raises(TurnRunning):
-        store.changes.begin_with("tea", "Be brief.", [], {})
+        store.changes.set_beginning("tea", "Be brief.", [], {})
 
 
 def test_pending_messages_are_stored_but_are_not_part_of_the_history(

@@ -156,7 +156,7 @@ def test_a_running_or_recently_ended_turn_keeps_its_request(
 def test_a_forgetting_pass_takes_small_steps_and_the_next_pass_continues_after_it(
     open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forgetting, "LOOKED_AT", 10)
+    monkeypatch.setattr(forgetting, "TURNS_PER_STEP", 10)
     monkeypatch.setattr(forgetting, "FORGOTTEN_AT_ONCE", 4)
     store = open_store()
     create(store, "tea")

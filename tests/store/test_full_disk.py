@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve.errors import DiskFull, StoreCorrupt, StoreUnavailable
-from pensieve.store.connection import explained
+from pensieve.store.connection import pensieve_error
 from pensieve.store.sqlite_backend import Reserve
 
 pytestmark = pytest.mark.sqlite
@@ -44,7 +44,7 @@ def test_an_io_error_on_a_full_disk_is_reported_as_a_full_disk(
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free))
     error = sqlite3.OperationalError("of the driver")
     error.sqlite_errorcode = code
-    assert type(explained(error, tmp_path / "history.db")) is kind
+    assert type(pensieve_error(error, tmp_path / "history.db")) is kind
 
 
 def test_a_reserve_that_cannot_be_fully_allocated_is_not_kept(

@@ -25,7 +25,7 @@ def idle(store: ConversationStore, before: float) -> list[tuple[str, str]]:
 def test_idle_conversations_are_found_in_pages(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation_rows, "LOOKED_AT", 3)
+    monkeypatch.setattr(conversation_rows, "SCANNED_ROWS", 3)
     monkeypatch.setattr(conversation_rows, "IDLE_AT_ONCE", 2)
     for number in range(8):
         tenant = "red" if number % 2 else ""

@@ -24,7 +24,7 @@ from pensieve.store import (
 )
 from pensieve.store.backend import Conflict
 from pensieve.store.conversation_changes import Pending
-from pensieve.store.postgres.connection import PostgresLanes, explained
+from pensieve.store.postgres.connection import PostgresLanes, pensieve_error
 from pensieve.store.transactions import CALLS_MAX
 from tests.scale import SCALE
 from tests.store.faulty import writer_of
@@ -390,8 +390,8 @@ def test_an_error_caused_by_a_concurrent_transaction_is_a_conflict(code: str) ->
     class Failed(Exception):
         sqlstate = code
 
-    assert isinstance(explained(Failed("lost\nDETAIL: a value"), "postgresql:///h"), Conflict)
-    assert "a value" not in str(explained(Failed("lost\nDETAIL: a value"), "postgresql:///h"))
+    assert isinstance(pensieve_error(Failed("lost\nDETAIL: a value"), "postgresql:///h"), Conflict)
+    assert "a value" not in str(pensieve_error(Failed("lost\nDETAIL: a value"), "postgresql:///h"))
 
 
 def test_each_connection_counts_the_bytes_of_a_tenant_in_its_own_row(

@@ -30,7 +30,7 @@ from pensieve.errors import (
 from pensieve.store import ConversationStore, NewConversation, StoredTurnState
 from pensieve.store.backend import NUMBER_COLUMNS, Conflict
 from pensieve.store.postgres import connection
-from pensieve.store.postgres.backend import WALKS
+from pensieve.store.postgres.backend import SCANS
 from pensieve.store.postgres.connection import Address, PostgresLanes
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
 from pensieve.store.postgres.session import translated
@@ -544,7 +544,7 @@ def test_a_scrub_finds_a_damaged_page_even_where_an_index_could_answer(
         server.start()
         with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
             walk = dict(
-                zip([key for key in NUMBER_COLUMNS if key != "bodies"], WALKS[2:-1], strict=True)
+                zip([key for key in NUMBER_COLUMNS if key != "bodies"], SCANS[2:-1], strict=True)
             )
             reads = store._backend._checking()  # type: ignore[attr-defined]
             with pytest.raises(StoreCorrupt, match="a page"), reads.snapshot() as conn:

@@ -257,7 +257,7 @@ def test_a_hanging_transaction_of_another_role_delays_no_daemon(
 def test_a_daemon_starts_even_if_it_cannot_end_hanging_transactions(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "STOPPED", "SELECT 1 / 0")
+    monkeypatch.setattr(connection, "END_HANGING_SESSIONS", "SELECT 1 / 0")
     options: dict[str, Any] = {"url": url, "lease_seconds": LEASE_SECONDS}
     with ConversationStore.open(tmp_path / "a", "test", replica="a", **options) as store:
         create(store, "tea")

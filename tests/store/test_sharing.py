@@ -60,7 +60,7 @@ def test_take_claims_a_conversation_only_if_no_turn_runs(daemons: Daemons) -> No
     a.finish_turn(running, reply("hello", 2), "stop", {})
     daemons.stale.clear()
     b.take("tea")
-    assert b.came_from == {("", "tea"): "a:1"}  # the address of a, which may have the KV
+    assert b.kv_sources == {("", "tea"): "a:1"}  # the address of a, which may have the KV
     assert daemons.stale == [("b", "tea")]
     with pytest.raises(OwnedElsewhere):
         begin(a, "tea", "r2", "more", 3)
@@ -81,20 +81,20 @@ def test_came_from_names_the_previous_owner_only_for_the_current_epoch(
     b.take("tea")
     b.take("cup")
     b.claim("tea")  # b owns tea already, so nothing changes
-    assert b.came_from == {("", "tea"): "a:1", ("", "cup"): "a:1"}
+    assert b.kv_sources == {("", "tea"): "a:1", ("", "cup"): "a:1"}
     b.delete_conversation("cup")
     create(b, "cup")
-    assert b.came_from == {("", "tea"): "a:1"}
+    assert b.kv_sources == {("", "tea"): "a:1"}
     a.take("tea")
     a.close()
     b.claim("tea")  # the previous owner has left
-    assert b.came_from == {}
-    monkeypatch.setattr(owners_module, "CAME_FROM_MAX", 2)
+    assert b.kv_sources == {}
+    monkeypatch.setattr(owners_module, "KV_SOURCES_MAX", 2)
     again = daemons.open("a")
     for name in ("one", "two", "three"):
         create(again, name)
         b.take(name)
-    assert b.came_from == {("", "two"): "a:1", ("", "three"): "a:1"}
+    assert b.kv_sources == {("", "two"): "a:1", ("", "three"): "a:1"}
 
 
 @needs_sqlite

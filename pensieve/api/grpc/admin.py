@@ -127,7 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         history = self.daemon.config.history
         given = pb.ExplainConversationResponse(tenant=tenant, history=history)
         if self.daemon.claims is not None:
-            owner = await self.daemon.threads.in_reader(
+            owner = await self.daemon.threads.in_read_thread(
                 tenant, lambda: self.daemon.reader.owner(request.conversation_id, tenant=tenant)
             )
             if owner is not None:
@@ -152,7 +152,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListReplicas(
         self, request: pb.ListReplicasRequest, context: Any
     ) -> pb.ListReplicasResponse:
-        found = await self.daemon.threads.in_reader("", self.daemon.reader.sessions)
+        found = await self.daemon.threads.in_read_thread("", self.daemon.reader.sessions)
         return pb.ListReplicasResponse(
             replicas=[
                 pb.Replica(
@@ -176,8 +176,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.ListTenantsResponse:
         daemon, now = self.daemon, asyncio.get_running_loop().time()
         allowances = daemon.admission.allowances
-        stored = await daemon.threads.in_reader("", daemon.reader.stored_bytes)
-        prefixes = await daemon.threads.in_reader("", daemon.reader.num_prefixes)
+        stored = await daemon.threads.in_read_thread("", daemon.reader.stored_bytes)
+        prefixes = await daemon.threads.in_read_thread("", daemon.reader.num_prefixes)
         given = pb.ListTenantsResponse(history=daemon.config.history)
         for name in sorted({*stored, *allowances.tenants}):
             allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
@@ -199,7 +199,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.ListTenantPrefixesResponse:
         given = pb.ListTenantPrefixesResponse()
         daemon = self.daemon
-        for found in await daemon.threads.in_reader("", daemon.reader.all_prefixes):
+        for found in await daemon.threads.in_read_thread("", daemon.reader.all_prefixes):
             tenant = found.conversation.tenant
             given.prefixes.add(tenant=tenant, prefix=translate.prefix(found))
         return given
@@ -217,7 +217,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _owner(self, conversation_id: str, tenant: str) -> str:
         """Return `tenant`. If it is empty, return the only tenant that has the conversation."""
         threads, reader = self.daemon.threads, self.daemon.reader
-        tenants = await threads.in_reader("", reader.tenants_of, conversation_id)
+        tenants = await threads.in_read_thread("", reader.tenants_of, conversation_id)
         if tenant in tenants:
             return tenant
         if tenant or not tenants:
@@ -233,7 +233,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
-        stored = await daemon.threads.in_reader("", daemon.reader.num_conversations)
+        stored = await daemon.threads.in_read_thread("", daemon.reader.num_conversations)
         given = pb.Stats(
             conversations_stored=stored,
             daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,

@@ -229,7 +229,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
     async def _read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         tenant = caller().tenant
-        return await self.daemon.threads.in_reader(
+        return await self.daemon.threads.in_read_thread(
             tenant, function, *arguments, **named, tenant=tenant
         )
 

@@ -76,7 +76,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             request, answer = None, None
             call = GuardedCall(
                 *(self._guard, kind, method, context),
-                tell=partial(abort_with, context),
+                send_error=partial(abort_with, context),
                 audited=(lambda: _audited(method, request, details)) if is_audited else None,
             )
             async with call:
@@ -89,12 +89,12 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                         requests = self._messages(call, context, parse)
                     answer = await behaviour(requests, counted)
                     if answer is not None and kind.is_counted:
-                        call.answers(answer.ByteSize())
+                        call.count_answer(answer.ByteSize())
                 except grpc.aio.AbortError as aborted:  # the handler has already sent the status
                     _let_go(aborted)
-                    call.has_left = True
+                    call.ended_early = True
                 except grpc.aio.InternalError:  # the client disconnected during a write
-                    call.has_left = True
+                    call.ended_early = True
                     await _abort(context, grpc.StatusCode.CANCELLED, "the client has disconnected")
                 else:
                     return answer

@@ -18,7 +18,7 @@ import grpc
 
 from pensieve.api.grpc.interceptor import CALLER_KEY, FORWARDED
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, whole_line
-from pensieve.guard.callers import caller, written_caller
+from pensieve.guard.callers import caller, encode_caller
 from pensieve.guard.limits import Counts
 
 log = logging.getLogger("pensieve")
@@ -95,7 +95,7 @@ class Peers:
         kept.append((FORWARDED, self._name))
         if self._secret:
             kept.append(("authorization", f"Bearer {self._secret}"))
-            kept.append((CALLER_KEY, written_caller(caller())))
+            kept.append((CALLER_KEY, encode_caller(caller())))
         return tuple(kept)
 
     async def close(self) -> None:

@@ -360,7 +360,7 @@ class Server:
     async def wait_for_store(self) -> None:
         """Wait until the store threads respond. Return at once while the server stops."""
         if not self.stopping.is_set():
-            await self.daemon.threads.store_answers()
+            await self.daemon.threads.wait_for_store()
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error

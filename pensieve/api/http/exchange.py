@@ -179,7 +179,7 @@ class Exchange:
 
     async def answer_bytes(self, body: bytes, kind: str, status: int = 200) -> None:
         if self.call is not None:
-            self.call.answers(len(body))
+            self.call.count_answer(len(body))
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
         body = b"" if self.method == "HEAD" else body

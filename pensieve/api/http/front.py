@@ -148,7 +148,7 @@ class Endpoint:
         forwarded: ForwardedRequest | None = exchange.scope.get(FORWARDED)
         call = exchange.call = GuardedCall(
             *(front.guard, self._kind, _name(exchange), exchange),
-            tell=partial(self._send_error, exchange),
+            send_error=partial(self._send_error, exchange),
             audited=partial(_audited, exchange) if self._is_deletion else None,
         )
         async with call:

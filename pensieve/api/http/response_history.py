@@ -26,7 +26,7 @@ from pensieve.api.openai.response_stream import ENDED
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import stored_messages
 from pensieve.conversations.heads import ConversationSettings, message_of
-from pensieve.conversations.housekeeping import erased
+from pensieve.conversations.housekeeping import wait_until_erased
 from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending, PendingChange
@@ -115,7 +115,7 @@ class ResponseHistory:
     ) -> AsyncIterator[records.StoredMessage]:
         stop = conversation.num_messages if stop is None else stop
         while start < stop:
-            page = await self._threads.in_reader(
+            page = await self._threads.in_read_thread(
                 conversation.tenant,
                 self._daemon.reader.message_page,
                 *(conversation.conversation_id, start, min(PAGE_SIZE, stop - start)),
@@ -181,16 +181,16 @@ class ResponseHistory:
         return await self.conversation(named, tenant)
 
     async def save(self, response: StoredResponse) -> None:
-        await self._threads.whole(
+        await self._threads.run_to_end(
             self._threads.in_store(
                 *(response.tenant, self._store.responses.save, response),
                 lane=response.conversation_id,
             )
         )
 
-    async def is_made_for(self, conversation_id: str, tenant: str) -> bool:
+    async def is_only_for_responses(self, conversation_id: str, tenant: str) -> bool:
         return await self._threads.in_store(
-            *(tenant, self._store.responses.is_made_for, conversation_id),
+            *(tenant, self._store.responses.is_only_for_responses, conversation_id),
             tenant=tenant,
             lane=conversation_id,
         )
@@ -200,7 +200,7 @@ class ResponseHistory:
 
         Returns the id of the deleted conversation, or an empty string.
         """
-        return await self._threads.whole(self._delete(response_id, tenant))
+        return await self._threads.run_to_end(self._delete(response_id, tenant))
 
     async def _delete(self, response_id: str, tenant: str) -> str:
         """Delete an unneeded conversation first, because this also deletes its responses."""
@@ -208,7 +208,7 @@ class ResponseHistory:
         # These errors mean that the conversation was deleted or continued meanwhile.
         with contextlib.suppress(NotFound, StaleRevision):
             unneeded = await self._threads.in_store(
-                tenant, self._store.responses.goes_with, response_id, tenant=tenant
+                tenant, self._store.responses.unneeded_without, response_id, tenant=tenant
             )
             if unneeded.conversation_id:
                 await conversations.delete(unneeded.conversation_id, tenant, unneeded.revision)
@@ -218,14 +218,14 @@ class ResponseHistory:
                 tenant, self._store.responses.delete, response_id, tenant=tenant
             )
         except ErasurePending:
-            await erased(self._store.erasure.finish, self._threads)
+            await wait_until_erased(self._store.erasure.finish, self._threads)
             return ""
         if removed.conversation_id:
             try:
                 await conversations.delete(removed.conversation_id, tenant, removed.revision)
             except (NotFound, StaleRevision):
                 removed = Removed()
-                await erased(self._store.erasure.finish, self._threads)
+                await wait_until_erased(self._store.erasure.finish, self._threads)
         return removed.conversation_id
 
     # -- changes of conversations --
@@ -249,7 +249,7 @@ class ResponseHistory:
         await self._check(tenant)
         return await self._threads.in_store(
             tenant,
-            self._store.changes.begin_with,
+            self._store.changes.set_beginning,
             *(conversation_id, settings.system_prompt, settings.tools, settings.template_options),
             tenant=tenant,
             lane=conversation_id,
@@ -260,7 +260,7 @@ class ResponseHistory:
     ) -> Pending:
         """Apply `change` to the pending messages. Removed messages are erased from the files."""
         await self._check(tenant)
-        return await self._threads.whole(self._change_pending(conversation_id, change, tenant))
+        return await self._threads.run_to_end(self._change_pending(conversation_id, change, tenant))
 
     async def _change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
@@ -271,7 +271,7 @@ class ResponseHistory:
             lane=conversation_id,
         )
         if changed.is_erasure_due:
-            await erased(self._store.erasure.finish, self._threads)
+            await wait_until_erased(self._store.erasure.finish, self._threads)
         return changed.after
 
     async def _check(self, tenant: str) -> None:
@@ -288,7 +288,7 @@ class ResponseHistory:
     # -- inside --
 
     async def _read(self, function: Callable[..., T], conversation_id: str, tenant: str) -> T:
-        return await self._threads.in_reader(tenant, function, conversation_id, tenant=tenant)
+        return await self._threads.in_read_thread(tenant, function, conversation_id, tenant=tenant)
 
     async def _last_calls(self, conversation: records.StoredConversation, first: int) -> set[str]:
         last = max(0, conversation.num_messages - 1)

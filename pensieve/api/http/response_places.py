@@ -154,7 +154,7 @@ class ResponsePlaces:
     async def _find(self, new: NewResponse) -> PlacedTurn:
         whole = new.request.turn
         for _ in range(ATTEMPTS_MAX):
-            history, match = await self._requests.binder.look(whole, new.chain)
+            history, match = await self._requests.binder.look_up(whole, new.chain)
             new = replace(new, turn=replace(new.turn, chain=history.end))
             if match is None:
                 break
@@ -181,7 +181,7 @@ class ResponsePlaces:
         conversation = await self._stored.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
-        is_ours = await self._stored.is_made_for(conversation_id, tenant)
+        is_ours = await self._stored.is_only_for_responses(conversation_id, tenant)
         first = await self._stored.first_number(conversation)
         where = _where(new, conversation, first, is_ours=is_ours)
         return PlacedTurn(await self._begin(new, where), where)

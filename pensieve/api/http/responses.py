@@ -89,7 +89,7 @@ class ResponseEndpoints:
         with named(request):
             if not self._requests.is_stored(request):
                 return await self._unstored(exchange, new)
-            known = await self._daemon.threads.whole(
+            known = await self._daemon.threads.run_to_end(
                 self._begun_or_known(new, client_or_forwarding_key_of(exchange))
             )
             if not isinstance(known, RunningResponse):

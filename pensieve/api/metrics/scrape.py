@@ -98,7 +98,7 @@ class Scrape:
         with suppress(TimeoutError, PensieveError):
             async with asyncio.timeout(ENGINE_SECONDS):
                 count = self._daemon.reader.num_conversations
-                self._num_stored = await self._daemon.threads.in_reader("", count)
+                self._num_stored = await self._daemon.threads.in_read_thread("", count)
                 for plugin in self._plugins:
                     self._of_plugins.update(await plugin.samples())
 

@@ -63,7 +63,7 @@ APPENDING_ATTEMPTS = 2
 # A request that would be refused may be a retry, so it is looked up first, unless this many requests of its
 # tenant are already being looked up.
 BINDER_LOOKUPS_MAX = 16
-HASHED_AT_ONCE = 1 << 18  # characters; hashing more on the event loop would stall it
+HASH_INLINE_CHARACTERS_MAX = 1 << 18  # characters; hashing more on the event loop would stall it
 RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
 
 
@@ -123,16 +123,16 @@ class Binder:
         """
         if not request.messages:
             raise InvalidArgument("messages", "at least one message is required")
-        has_left = asyncio.Event()  # set when the client disconnects
+        client_gone = asyncio.Event()  # set when the client disconnects
 
-        async def alone() -> list[BoundTurn]:
+        async def begin_alone() -> list[BoundTurn]:
             async with self._daemon.arriving.one_at_a_time(request.tenant, request.request_id):
-                return await self._begin(request, chain, num_choices, seconds_left, has_left)
+                return await self._begin(request, chain, num_choices, seconds_left, client_gone)
 
         try:
-            return await self._daemon.threads.whole(alone())
+            return await self._daemon.threads.run_to_end(begin_alone())
         except asyncio.CancelledError:
-            has_left.set()
+            client_gone.set()
             raise
 
     async def _begin(
@@ -141,7 +141,7 @@ class Binder:
         chain: ChainEnd,
         num_choices: int,
         seconds_left: float | None,
-        has_left: asyncio.Event,
+        client_gone: asyncio.Event,
     ) -> list[BoundTurn]:
         tenant = request.tenant
         refusal = self._daemon.refusal(tenant, "", request.options.priority, seconds_left)
@@ -154,7 +154,7 @@ class Binder:
             history = await self._digests(request, chain)
             for number in range(num_choices):
                 if number == 1 and bound[0].how is BindingKind.NEW:
-                    await self._prompt_computed(bound[0].live, has_left)
+                    await self._prompt_computed(bound[0].live, client_gone)
                 choice = _Choice(request, number, history, self._random_bits)
                 bound.append(await self._bind(choice, refusal, seconds_left))
         except BaseException:
@@ -169,10 +169,10 @@ class Binder:
         self.num_bound.update(each.how for each in bound)
         return bound
 
-    async def look(
+    async def look_up(
         self, request: TurnRequest, chain: ChainEnd
     ) -> tuple[HistoryDigests, ChainMatch | None]:
-        """Return a request's digests and the stored prefix that they match, without beginning a turn."""
+        """Return the digests of the history, and the stored prefix that they match. Begins no turn."""
         history = await self._digests(request, chain)
         return history, await self._match(history, request.tenant)
 
@@ -186,13 +186,13 @@ class Binder:
         finally:
             self._reserved[name] -= 1
 
-    async def _prompt_computed(self, live: LiveTurn, has_left: asyncio.Event) -> None:
+    async def _prompt_computed(self, live: LiveTurn, client_gone: asyncio.Event) -> None:
         """Wait until the first choice has computed the prompt.
 
         Raises TurnInterrupted if the client leaves.
         """
         computed = asyncio.ensure_future(self._daemon.conversations.prompt_computed(live))
-        gone = asyncio.ensure_future(has_left.wait())
+        gone = asyncio.ensure_future(client_gone.wait())
         try:
             await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
             if not computed.done():
@@ -207,7 +207,7 @@ class Binder:
         num_characters = request.num_characters
         num_characters += sum(len(str(each)) for each in request.settings.tools)
         check_length("messages", num_characters, self._daemon.context_max)
-        if num_characters <= HASHED_AT_ONCE:
+        if num_characters <= HASH_INLINE_CHARACTERS_MAX:
             return _digests_of(request, chain)
         return await self._daemon.threads.in_text_pool(
             request.tenant, lambda: _digests_of(request, chain)

@@ -93,7 +93,9 @@ def digests(
     Requests with different values of `cache_salt` never find each other's conversations.
     """
     salt = [cache_salt.encode()] if cache_salt else []
-    found = [_digest(b"", _written(_canonical_json([list(tools), dict(template_options)]), *salt))]
+    found = [
+        _digest(b"", _with_lengths(_canonical_json([list(tools), dict(template_options)]), *salt))
+    ]
     calls: dict[str, int] = {}  # positions by id, in the latest message with calls
     for message in messages:
         found.append(after(found[-1], message, calls))
@@ -107,7 +109,7 @@ def after(digest: bytes, message: Message, calls: Mapping[str, int] | None = Non
 
     `calls`: the tool calls that the message may answer, as positions by id.
     """
-    return _digest(digest, _written(*_canonical(message, calls or {})))
+    return _digest(digest, _with_lengths(*_canonical(message, calls or {})))
 
 
 def session_digest(session_key: str) -> bytes:
@@ -123,7 +125,7 @@ def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
     if not (system_prompt or tools):
         return ""
     text = system_prompt.encode(errors="surrogatepass")
-    return f"chat-{_digest(b'prefix', _written(text, _canonical_json(list(tools)))).hex()}"
+    return f"chat-{_digest(b'prefix', _with_lengths(text, _canonical_json(list(tools)))).hex()}"
 
 
 def _canonical(message: Message, calls: Mapping[str, int]) -> list[bytes]:
@@ -161,7 +163,7 @@ def _whole_numbers(value: Any) -> Any:
     return value
 
 
-def _written(*parts: bytes) -> bytes:
+def _with_lengths(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(LENGTH_BYTES) + part for part in parts)
 
 

@@ -23,12 +23,12 @@ from pensieve.store.verify import (
     PROBLEMS_MAX,
     ROWS,
     Scrub,
-    Walk,
-    Walks,
+    ScrubScans,
+    TableScan,
     highest_keys,
-    look_at_bodies,
-    look_at_conversation,
     read_tables,
+    scan_bodies,
+    scan_conversation,
     verified,
 )
 
@@ -100,7 +100,7 @@ class PostgresBackend:
         return PostgresSnapshots(self._address, self._statement_seconds, f"{self._holder}, reads")
 
     def scrub(self) -> Scrub:
-        return Scrub(self._checking(), POSTGRES_WALKS)
+        return Scrub(self._checking(), POSTGRES_SCANS)
 
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
         snapshots = self._checking()
@@ -202,7 +202,7 @@ class PostgresMarks:
 
 def _num_steps(conn: Any) -> int:
     highest = highest_keys(conn)
-    return highest["conversations"] + sum(highest.values()) // ROWS + 2 * len(WALKS)
+    return highest["conversations"] + sum(highest.values()) // ROWS + 2 * len(SCANS)
 
 
 def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
@@ -216,13 +216,13 @@ def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
     return last
 
 
-WALKS: tuple[Walk, ...] = (
-    look_at_conversation,
-    look_at_bodies,
+SCANS: tuple[TableScan, ...] = (
+    scan_conversation,
+    scan_bodies,
     *(partial(_rows, table) for table in NUMBER_COLUMNS if table != "bodies"),
     partial(read_tables, SMALL_TABLES),
 )
-POSTGRES_WALKS = Walks(WALKS, _num_steps)
+POSTGRES_SCANS = ScrubScans(SCANS, _num_steps)
 
 
 def integrity_check(reads: Reads) -> list[str]:
@@ -232,7 +232,7 @@ def integrity_check(reads: Reads) -> list[str]:
     is wrong. Indexes are checked with the extension `amcheck`, if an operator has installed it.
     """
     problems: list[str] = []
-    scrub = Scrub(reads, POSTGRES_WALKS)
+    scrub = Scrub(reads, POSTGRES_SCANS)
     try:
         while not scrub.num_passes and not problems:
             problems += scrub.step()

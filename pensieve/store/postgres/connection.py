@@ -90,13 +90,13 @@ HOLDERS = (
     " AND objid::bigint = %s AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
     " ORDER BY 1"
 )
-KNOWN_TO_STANDBY = (
+WAIT_FOR_STANDBY = (
     "INSERT INTO tenant_bytes (tenant, slot, stored_bytes) VALUES ('', %s, 0)"
     " ON CONFLICT (tenant, slot) DO UPDATE SET stored_bytes = tenant_bytes.stored_bytes"
 )
-# Sessions of other sharing daemons whose transaction has written something. Sessions of other roles are
-# left out: ending one may be refused, which would fail the whole statement.
-STOPPED = (
+# Ends sessions of other sharing daemons that hang in a transaction that has written something. Sessions of
+# other roles are left out: ending one may be refused, which would fail the whole statement.
+END_HANGING_SESSIONS = (
     "WITH stopped AS MATERIALIZED (SELECT pid, application_name"
     " FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE datname = current_database()"
     " AND usename = current_user AND (pid, backend_start::text) NOT IN ({ours})"
@@ -109,7 +109,7 @@ STOPPED = (
 OWN_BACKEND = "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 SAME_BACKEND = "FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 # Connection parameters by libpq's names. A URL may override them.
-CONNECTING = {
+CONNECTION_PARAMETERS = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -117,7 +117,7 @@ CONNECTING = {
     "tcp_user_timeout": 30_000,
     "target_session_attrs": "read-write",  # if the URL has several hosts, choose the primary
 }
-SESSION = {
+SESSION_SETTINGS = {
     "client_encoding": "UTF8",
     "search_path": SCHEMA,
     "default_transaction_isolation": "repeatable read",
@@ -127,8 +127,8 @@ SESSION = {
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
-NOT_EVERYWHERE = {"client_connection_check_interval": "5s"}  # not supported by servers on macOS
-SET = "SELECT set_config(%s, %s, false)"
+OPTIONAL_SETTINGS = {"client_connection_check_interval": "5s"}  # not supported by servers on macOS
+SET_CONFIG = "SELECT set_config(%s, %s, false)"
 DISK_FULL = "53100"
 # Explanations by SQLSTATE, or by the class of the SQLSTATE (its first two characters).
 UNAVAILABLE = {
@@ -152,7 +152,8 @@ CORRUPT = {
     "58P01": "a file of the database is missing",
 }
 NO_TABLE = {"3F000", "42P01", "42501"}  # tables or permissions were removed
-STRONGER = ("on", "remote_apply")  # values of synchronous_commit
+# values of synchronous_commit that are kept; others become "on"
+DURABLE_COMMITS = ("on", "remote_apply")
 # words in the error of a server that refuses connections for now
 STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")
 # SQLSTATEs: row changed meanwhile, deadlock, duplicate key, row still referenced.
@@ -167,7 +168,7 @@ class Address:
         # psycopg's warnings are either raised as errors here, or expected
         logging.getLogger("psycopg").setLevel(logging.CRITICAL)
         try:
-            self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
+            self._parts = {**CONNECTION_PARAMETERS, **self.driver.conninfo.conninfo_to_dict(url)}
         except self.driver.Error:
             raise StoreError("--store is not a valid PostgreSQL address") from None
         parts = self._parts
@@ -191,11 +192,11 @@ class Address:
                 "statement_timeout": f"{max(1, round(1000 * statement_seconds))}ms",
                 "lock_timeout": f"{max(1, round(1000 * lock_seconds))}ms",
             }
-            for setting, value in {**SESSION, **times}.items():
-                conn.execute(SET, [setting, value])
-            for setting, value in NOT_EVERYWHERE.items():
+            for setting, value in {**SESSION_SETTINGS, **times}.items():
+                conn.execute(SET_CONFIG, [setting, value])
+            for setting, value in OPTIONAL_SETTINGS.items():
                 with contextlib.suppress(self.driver.DataError):
-                    conn.execute(SET, [setting, value])
+                    conn.execute(SET_CONFIG, [setting, value])
         except BaseException:
             conn.close()
             raise
@@ -227,7 +228,7 @@ class PostgresLanes:
         self._claim = _DatabaseClaim(name, is_exclusive, patience_seconds)
         self._seconds = busy_timeout_seconds, statement_seconds
         self._freed = threading.Condition()
-        self._here = threading.local()
+        self._thread_state = threading.local()
         self.writers: list[PostgresWriter] = []
         self._idle: list[PostgresWriter] = []  # last in, first out
 
@@ -290,17 +291,17 @@ class PostgresLanes:
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[PostgresWriter]:
-        if getattr(self._here, "is_busy", False):
+        if getattr(self._thread_state, "is_busy", False):
             raise RuntimeError("the history is being used by this thread already")
         with self._freed:
             if not self._freed.wait_for(self._has_writer, self._seconds[0]):
                 raise RuntimeError("the history is being used by another thread")
             writer = self._idle.pop()
-        self._here.is_busy = True
+        self._thread_state.is_busy = True
         try:
             yield writer
         finally:
-            self._here.is_busy = False
+            self._thread_state.is_busy = False
             self._give_back(writer)
 
     def _give_back(self, writer: PostgresWriter) -> None:
@@ -408,12 +409,12 @@ class PostgresWriter:
 
     def _end_stopped(self, conn: Any) -> None:
         ours = ", ".join(f"({pid}, '{start}')" for pid, start in list(self._claim.backends))
-        stopped = STOPPED.format(seconds=self._claim.patience_seconds, ours=ours)
+        stopped = END_HANGING_SESSIONS.format(seconds=self._claim.patience_seconds, ours=ours)
         for (name,) in conn.execute(stopped).fetchall():
             log.warning("the history: ended a hanging transaction of %s", name)
 
-    def _explained(self, error: Any) -> Exception:
-        failure = explained(error, self.address.shown)
+    def _pensieve_error(self, error: Any) -> Exception:
+        failure = pensieve_error(error, self.address.shown)
         if isinstance(failure, DiskFull):
             self.figures.on_full()
         return failure
@@ -431,7 +432,7 @@ class PostgresWriter:
                 )
         except self.address.driver.Error as error:
             # not stored in a variable, which would make a reference cycle with the traceback
-            raise self._explained(error) from error
+            raise self._pensieve_error(error) from error
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()
@@ -467,13 +468,13 @@ class PostgresWriter:
             try:
                 return self.address.connect(self._claim.name, *seconds)
             except self.address.driver.OperationalError as error:
-                if not (is_start and _is_away(error) and time.monotonic() < end):
+                if not (is_start and _is_server_down(error) and time.monotonic() < end):
                     raise
                 if not is_waiting:
                     log.warning(
                         "cannot reach the database, retrying for %.0f s: %s",
                         START_SECONDS,
-                        explained(error, self.address.shown),
+                        pensieve_error(error, self.address.shown),
                     )
                 is_waiting = True
             time.sleep(START_PAUSE_SECONDS)
@@ -498,7 +499,7 @@ class PostgresWriter:
                 )
         if not self._is_durable:
             conn.execute("SET synchronous_commit = off")
-        elif setting("synchronous_commit") not in STRONGER:
+        elif setting("synchronous_commit") not in DURABLE_COMMITS:
             conn.execute("SET synchronous_commit = on")
 
     def _take_slot(self, conn: Any) -> None:
@@ -542,7 +543,7 @@ class PostgresWriter:
             conn.execute("SELECT pg_advisory_unlock(%s)", [LOCK_KEY])
         # READ COMMITTED never fails with a conflict, although others may change the same rows now.
         conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
-        conn.execute(KNOWN_TO_STANDBY, [self._slot])
+        conn.execute(WAIT_FOR_STANDBY, [self._slot])
         found = conn.execute("SELECT token, name FROM owner").fetchone()
         if not claim.is_made:
             conn.execute(
@@ -608,7 +609,7 @@ class PostgresSnapshots:
                 session.begin("ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 yield session
         except self._address.driver.Error as error:
-            raise explained(error, self._address.shown) from error
+            raise pensieve_error(error, self._address.shown) from error
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()
@@ -629,7 +630,7 @@ def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Sq
         finally:
             conn.close()
     except address.driver.Error as error:
-        raise explained(error, address.shown) from error
+        raise pensieve_error(error, address.shown) from error
 
 
 def end_transaction(wire: Wire) -> bool:
@@ -669,7 +670,7 @@ def _holders(conn: Any) -> str:
     return "another process"
 
 
-def explained(error: Any, shown: str) -> Exception:
+def pensieve_error(error: Any, shown: str) -> Exception:
     """Return the PensieveError for a driver's error. Unexpected errors are returned unchanged.
 
     The message never contains a password. `shown` has none, and libpq's messages contain only host, port and
@@ -691,7 +692,7 @@ def explained(error: Any, shown: str) -> Exception:
     return error
 
 
-def _is_away(error: Any) -> bool:
+def _is_server_down(error: Any) -> bool:
     """Return whether a connection failed because the server is down or starting.
 
     libpq has no error code for this, so the message is parsed. A rejected login has FATAL in its message.

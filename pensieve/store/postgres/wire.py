@@ -51,20 +51,20 @@ class PendingResult:
         """`forget` is called if the statement was not executed."""
         self.forget = forget
         self._wire = wire
-        self._given: Any = None  # libpq's result
+        self._result: Any = None  # libpq's result
         self._next = 0
 
     @property
     def status(self) -> str:
         """The server's command tag, such as COMMIT."""
-        return (self._waited_for().command_status or b"").decode()
+        return (self._wait().command_status or b"").decode()
 
     def fetchone(self) -> tuple[Any, ...] | None:
-        given = self._waited_for()
-        if self._next >= given.ntuples:
+        libpq_result = self._wait()
+        if self._next >= libpq_result.ntuples:
             return None
         self._next += 1
-        return row_of(given, self._next - 1)
+        return row_of(libpq_result, self._next - 1)
 
     def fetchall(self) -> list[tuple[Any, ...]]:
         return list(self)
@@ -74,16 +74,17 @@ class PendingResult:
             yield row
 
     @property
-    def is_there(self) -> bool:
-        return self._given is not None
+    def has_arrived(self) -> bool:
+        return self._result is not None
 
-    def give(self, given: Any) -> None:
-        self._given = given
+    def set_result(self, libpq_result: Any) -> None:
+        self._result = libpq_result
 
-    def _waited_for(self) -> Any:
-        if self._given is None:
+    def _wait(self) -> Any:
+        """Return libpq's result. Wait if it has not arrived yet."""
+        if self._result is None:
             self._wire.wait_for(self)
-        return self._given
+        return self._result
 
 
 class Wire:
@@ -111,10 +112,10 @@ class Wire:
         is_known = self._is_synced and not self.conn.closed
         return is_known and self._pgconn.transaction_status == idle
 
-    def send(self, sql: str, given: Sequence[Any] = ()) -> PendingResult:
+    def send(self, sql: str, values: Sequence[Any] = ()) -> PendingResult:
         """Send a statement with the values of $1, $2 and so on."""
         self._is_synced = False
-        sent, types, formats = to_send(given)
+        sent, types, formats = encoded_values(values)
         key = (sql, types)
         name = self._prepared.get(key)
         if name is None and key in self._known and len(self._prepared) < STATEMENTS_MAX:
@@ -139,7 +140,7 @@ class Wire:
         self._flush()
         while result in self._sent:
             self._receive()
-        if self._error is not None or not result.is_there:
+        if self._error is not None or not result.has_arrived:
             raise self._error or self._driver.OperationalError("the server skipped a statement")
 
     def sync(self) -> None:
@@ -165,28 +166,28 @@ class Wire:
 
     def _receive(self) -> None:
         """Receive the result of the oldest statement."""
-        given = self._next()
-        if given is None:
+        libpq_result = self._next()
+        if libpq_result is None:
             raise self._driver.OperationalError("the connection gave no result")
-        if given.status == self._status.PIPELINE_SYNC:
+        if libpq_result.status == self._status.PIPELINE_SYNC:
             self._sent.popleft()
             return
-        if given.status == self._status.FATAL_ERROR and self._error is None:
-            self._error = self._error_of(given)
+        if libpq_result.status == self._status.FATAL_ERROR and self._error is None:
+            self._error = self._error_of(libpq_result)
         while (more := self._next()) is not None:
             if self.conn.closed or more.status == self._status.FATAL_ERROR:
                 break
         result = self._sent.popleft()
         if result is None:  # the connection was closed
             raise self._error or self._driver.OperationalError("the connection was lost")
-        if given.status in (self._status.COMMAND_OK, self._status.TUPLES_OK):
-            result.give(given)
+        if libpq_result.status in (self._status.COMMAND_OK, self._status.TUPLES_OK):
+            result.set_result(libpq_result)
         else:
             result.forget()
 
-    def _error_of(self, given: Any) -> Exception:
-        code = given.error_field(self._driver.pq.DiagnosticField.SQLSTATE)
-        text = given.error_message.decode(errors="replace")
+    def _error_of(self, libpq_result: Any) -> Exception:
+        code = libpq_result.error_field(self._driver.pq.DiagnosticField.SQLSTATE)
+        text = libpq_result.error_message.decode(errors="replace")
         if code is None:
             error: Exception = self._driver.OperationalError(text)
             return error
@@ -214,18 +215,18 @@ class Wire:
                 self._pgconn.consume_input()
 
 
-def to_send(given: Sequence[Any]) -> tuple[list[bytes | None], tuple[int, ...], list[int]]:
+def encoded_values(values: Sequence[Any]) -> tuple[list[bytes | None], tuple[int, ...], list[int]]:
     """Return the encoded values of a statement, their types and formats."""
     written, types, formats = [], [], []
-    for value in given:
-        data, kind = _sent(value)
+    for value in values:
+        data, kind = _encoded(value)
         written.append(data)
         types.append(kind)
         formats.append(AS_BYTES if kind == BYTEA else AS_TEXT)
     return written, tuple(types), formats
 
 
-def _sent(value: Any) -> tuple[bytes | None, int]:
+def _encoded(value: Any) -> tuple[bytes | None, int]:
     if value is None:
         return None, UNKNOWN
     if isinstance(value, str):

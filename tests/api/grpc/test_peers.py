@@ -21,7 +21,12 @@ from pensieve.client.admin import Admin
 from pensieve.errors import DeadlineExceeded, QueueFull
 from pensieve.guard import callers
 from pensieve.guard.exposure import Listening
-from pensieve.guard.request_bodies import RECEIVING_MAX, BodyLimits, IncomingBodies, StrangerLimits
+from pensieve.guard.request_bodies import (
+    RECEIVING_MAX,
+    BodyLimits,
+    IncomingBodies,
+    UnknownCallerLimits,
+)
 from pensieve.v1 import admin_pb2, conversation_pb2
 from tests.conversations.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer, frame
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
@@ -245,43 +250,43 @@ def test_calls_waiting_for_unfinished_bodies_are_dropped() -> None:
 
 def test_stranger_health_checks_per_connection_are_limited_until_answered() -> None:
     async def run() -> None:
-        incoming = IncomingBodies(strangers=StrangerLimits(calls_max=2))
+        incoming = IncomingBodies(unknown=UnknownCallerLimits(calls_max=2))
         calls = [Call(b""), Call(b"")]
         for call in calls:
-            assert await incoming.strangers_body(call, "one", is_watch=False) == b""
+            assert await incoming.unknown_callers_body(call, "one", is_watch=False) == b""
         with pytest.raises(QueueFull):
-            await incoming.strangers_body(Call(b""), "one", is_watch=False)
-        assert await incoming.strangers_body(Call(b""), "another", is_watch=False) == b""
+            await incoming.unknown_callers_body(Call(b""), "one", is_watch=False)
+        assert await incoming.unknown_callers_body(Call(b""), "another", is_watch=False) == b""
         calls[0].end(calls[0])
-        assert await incoming.strangers_body(Call(b""), "one", is_watch=False) == b""
+        assert await incoming.unknown_callers_body(Call(b""), "one", is_watch=False) == b""
 
     asyncio.run(run())
 
 
 def test_stranger_watches_are_limited_separately_from_checks() -> None:
     async def run() -> None:
-        incoming = IncomingBodies(strangers=StrangerLimits(calls_max=1, watches_max=2))
+        incoming = IncomingBodies(unknown=UnknownCallerLimits(calls_max=1, watches_max=2))
         watches = [Call(b""), Call(b"")]
         for number, watch in enumerate(watches):
-            assert await incoming.strangers_body(watch, f"{number}", is_watch=True) == b""
+            assert await incoming.unknown_callers_body(watch, f"{number}", is_watch=True) == b""
         with pytest.raises(QueueFull):
-            await incoming.strangers_body(Call(b""), "2", is_watch=True)
-        assert await incoming.strangers_body(Call(b""), "0", is_watch=False) == b""
+            await incoming.unknown_callers_body(Call(b""), "2", is_watch=True)
+        assert await incoming.unknown_callers_body(Call(b""), "0", is_watch=False) == b""
         watches[1].end(watches[1])
-        assert await incoming.strangers_body(Call(b""), "2", is_watch=True) == b""
+        assert await incoming.unknown_callers_body(Call(b""), "2", is_watch=True) == b""
 
     asyncio.run(run())
 
 
 def test_an_unfinished_stranger_body_is_dropped_for_a_newer_one() -> None:
     async def run() -> None:
-        incoming = IncomingBodies(strangers=StrangerLimits(receiving_max=2, seconds=1000.0))
+        incoming = IncomingBodies(unknown=UnknownCallerLimits(receiving_max=2, seconds=1000.0))
         stuck = []
         for number in range(10):
-            body = incoming.strangers_body(Call(), f"{number}", is_watch=False)
+            body = incoming.unknown_callers_body(Call(), f"{number}", is_watch=False)
             stuck.append(asyncio.ensure_future(body))
             await asyncio.sleep(0)
-        assert await incoming.strangers_body(Call(b""), "x", is_watch=False) == b""
+        assert await incoming.unknown_callers_body(Call(b""), "x", is_watch=False) == b""
         for task in stuck[:-1]:
             with pytest.raises(DeadlineExceeded):
                 await task

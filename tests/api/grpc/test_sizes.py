@@ -266,7 +266,7 @@ def test_pages_of_messages_are_limited_by_bytes_and_omit_no_message(tmp_path: Pa
 
         async def read() -> Any:
             page = rig.daemon.reader.message_page
-            return await rig.daemon.threads.in_reader("", page, "c", 0, 1000)
+            return await rig.daemon.threads.in_read_thread("", page, "c", 0, 1000)
 
         one = rig.call(read())
         assert 1 < len(one.messages) < 200, "no more is read than is wanted"

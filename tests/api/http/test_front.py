@@ -138,7 +138,7 @@ def test_with_tokens_all_paths_but_health_and_version_require_one(tmp_path: Path
         answer = server.chat("Hello", headers={"x-api-key": given})
         named = answer.headers["x-pensieve-conversation-id"]
         threads, reader = server.rig.daemon.threads, server.rig.daemon.reader
-        look = threads.in_reader("red", reader.get_conversation, named, tenant="red")
+        look = threads.in_read_thread("red", reader.get_conversation, named, tenant="red")
         found = server.rig.call(look)
         assert found.num_messages == 2
 
@@ -352,7 +352,7 @@ def test_a_disconnect_before_the_first_token_stores_no_messages(server: HttpRig)
 
     async def conversations() -> Any:
         daemon = server.rig.daemon
-        return await daemon.threads.in_reader("", daemon.reader.list_conversations, 10, "")
+        return await daemon.threads.in_read_thread("", daemon.reader.list_conversations, 10, "")
 
     found = server.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)

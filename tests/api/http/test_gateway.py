@@ -137,7 +137,7 @@ def test_the_memory_view_shows_the_tier_of_each_chunk(
     *_, last = watch(rig, 3)
     (shown,) = last["conversations"]
     threads, reader = rig.rig.daemon.threads, rig.rig.daemon.reader
-    log = rig.rig.call(threads.in_reader("", reader.get_conversation, "talk")).num_tokens
+    log = rig.rig.call(threads.in_read_thread("", reader.get_conversation, "talk")).num_tokens
     num_chunks = -(-(log - 1) // 32)  # the last token has no KV yet
     assert (shown["id"], shown["running"], shown["strip"]) == ("talk", 0.0, f"d{num_chunks}")
     assert last["figures"]["device_pages"] > last["figures"]["device_pages_free"] > 0

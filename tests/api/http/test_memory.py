@@ -56,7 +56,7 @@ def test_twenty_turns_compute_only_their_new_tokens(client: openai.OpenAI, rig: 
 def test_a_long_reply_is_parsed_outside_the_store_thread(
     rig: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_ends, "READ_CHARACTERS_MAX", 0)
+    monkeypatch.setattr(turn_ends, "INLINE_PARSE_CHARACTERS_MAX", 0)
     text = rig.chat("A long one.").value["choices"][0]["message"]["content"]
     assert rig.chat("A long one.", text, "And?").headers["x-pensieve-bound"] == "appended"
 

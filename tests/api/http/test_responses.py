@@ -291,7 +291,7 @@ def test_deleting_a_response_keeps_a_conversation_that_got_another_turn(
     first = respond(server, "One.")
     responses = server.rig.daemon.store.responses
 
-    for name in ("goes_with", "delete"):
+    for name in ("unneeded_without", "delete"):
         function = getattr(responses, name)
 
         def before_another_turn(*named: Any, act: Any = function, **more: Any) -> Any:

@@ -36,7 +36,7 @@ def test_each_cached_token_has_one_source(
     device, host, shared = tokens
     meter = Meter()
     one = ended(1, new_tokens=5, device_tokens=device, host_tokens=host, shared_tokens=shared)
-    meter.took([one], lambda number: None)
+    meter.engine_events([one], lambda number: None)
     found = of_turns(meter)
     assert by(found, "prompt_tokens_cached_by_source_total") == dict(
         zip(("device", "host", "shared"), sources, strict=True)
@@ -48,9 +48,9 @@ def test_each_cached_token_has_one_source(
 
 def test_source_counters_never_decrease() -> None:
     meter = Meter()
-    meter.took([ended(1, device_tokens=50)], lambda number: None)
+    meter.engine_events([ended(1, device_tokens=50)], lambda number: None)
     before = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
-    meter.took([ended(2, host_tokens=100, shared_tokens=100)], lambda number: None)
+    meter.engine_events([ended(2, host_tokens=100, shared_tokens=100)], lambda number: None)
     after = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
     assert (before["device"], after) == (50, {"device": 50, "host": 0, "shared": 100})
 
@@ -69,7 +69,7 @@ def test_recomputed_tokens_are_counted_by_the_reason_of_their_turn() -> None:
         SampledToken(9, 7),
         ended(9, recomputed_tokens=4000),  # the end of a warm
     ]
-    meter.took(events, live.get)
+    meter.engine_events(events, live.get)
     found = of_turns(meter)
     assert by(found, "kv_recomputed_tokens_total") == {
         "dropped": 103,
