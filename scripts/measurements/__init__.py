@@ -10,13 +10,13 @@ batch       time of a batch, by how it shares prefixes
 lanes       turns that daemons commit to one database, by the number of writing threads
 files_entered  files of pensieve/ with functions that run during a plain turn
 
-Simulations of a machine from machine_options:
+A simulation of a machine from machine_options:
 
 machines    number of machines for a load, and their host memory (replica.py simulates one machine)
-batch_simulation    a batch that shares prefixes
 
 Used by scripts/paper:
 
+batch_simulation  a batch that shares prefixes, with the daemon's engine
 servers     single requests, with the schedules of vLLM, Orca and FastServe (schedules.py)
 vllm_batch  a batch that shares prefixes, with the schedule of vLLM 0.5.4
 """

@@ -23,13 +23,12 @@ The share degree is the number of requests with the same prefix (a group). The r
   group's centre are normally distributed, with a deviation of `apart` requests. `APART` is chosen so that an
   LRU cache of the reported machine's size saves 44 % of `snippets`, as reported.
 
-`--reads-once` charges a shared page once per iteration, like a kernel that reads the page once for a group.
-Otherwise the page is charged to each request that reads it.
+With `reads_once`, a shared page is charged once per iteration, as with a kernel that reads the page once for
+a group. Otherwise the page is charged to each request that reads it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from array import array
@@ -43,7 +42,6 @@ from pensieve.core.cost import CostProfile, work_of
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import Iteration, Outcome, Slice
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.prefix_groups import prefix_groups, saving, saving_of_tree
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, PrefixSharing
@@ -52,10 +50,8 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import EngineEvent, SubmitTurn
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.cost import CHUNK_TOKENS, CostModel
+from pensieve.sim.cost import CostModel
 from pensieve.sim.executor import ModelledExecutor, VirtualClock
-from scripts.measurements.machine_options import Progress, add_machine, machine_of
-from scripts.measurements.servers import spread
 
 VOCABULARY = 32_000
 APART = 575.0  # requests
@@ -280,59 +276,3 @@ class BatchSimulator:
             if request is not None:
                 prompt_end = len(self._batch[request].prompt)
                 figures.computed_tokens += max(min(piece.stop, prompt_end) - piece.start, 0)
-
-
-def bounds(batch: Sequence[DrawnRequest]) -> dict[str, float]:
-    """Return the possible savings: with one prefix per request, and with nested prefixes."""
-    prompts = [each.prompt for each in batch]
-    return {"one_prefix": saving(prefix_groups(prompts), prompts), "tree": saving_of_tree(prompts)}
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/measure batch_simulation", description=__doc__)
-    add_machine(parser)
-    parser.add_argument("--shape", default="snippets", help="or ranking, or PREFIX/OWNxDEGREE")
-    parser.add_argument("--apart", type=float, help="requests; inf: in any order")
-    parser.add_argument("--reads-once", action="store_true", help="read shared KV once")
-    parser.add_argument("--turns", type=int, default=TURNS_BY_MEMORY, help="running at once")
-    parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
-    arguments = parser.parse_args(given)
-    machine, shape = machine_of(arguments), shape_named(arguments.shape)
-    if arguments.apart is not None:
-        shape = replace(shape, apart=arguments.apart)
-    setting = BatchSetting(
-        machine.cost,
-        machine.cost.recompute(CHUNK_TOKENS),
-        CacheConfig(machine.device_tokens // CHUNK_TOKENS, 0),
-        SchedulerConfig(TOKEN_BUDGET, arguments.turns, cost=machine.cost.computing),
-        reads_once=arguments.reads_once,
-    )
-    print(
-        f"{machine.cost.source}; {machine.device_tokens:,} tokens of KV, none on the host; {shape}"
-    )
-    found: dict[PrefixSharing, list[BatchFigures]] = {sharing: [] for sharing in SHARINGS}
-    progress = Progress()
-    for seed in range(arguments.seeds):
-        batch = drawn_batch(shape, seed)
-        print(f"seed {seed}: possible savings " + str(bounds(batch)))
-        for sharing, figures in found.items():
-            progress(f"seed {seed}, {sharing}")
-            simulator = BatchSimulator(setting, batch, shape.output_tokens_max, sharing)
-            figures.append(simulator.finish())
-    print("medians of the seeds (least to most)")
-    for sharing, figures in found.items():
-        seconds = [each.seconds for each in figures]
-        over = (
-            [other.seconds / own for own, other in zip(seconds, found[name], strict=True)]
-            for name in ("off", "lru")
-        )
-        cells = (
-            ("tokens saved", [100 * each.saving for each in figures]),
-            ("requests/s", [each.requests / each.seconds for each in figures]),
-            *zip(("x off", "x lru"), over, strict=True),
-        )
-        print(f"{sharing:8}" + ", ".join(f"{name} {spread(values)}" for name, values in cells))
-
-
-if __name__ == "__main__":
-    main()

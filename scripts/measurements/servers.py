@@ -17,8 +17,7 @@ a conversation when its turn has ended, so it has no cache that the others lack.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -153,8 +152,3 @@ def figures_of(counts: SimulationFigures) -> Figures:
         1000 * (counts.gaps.quantile(1.0) or 0.0),
         counts.delivered_tokens / counts.seconds,
     )
-
-
-def spread(values: Sequence[float]) -> str:
-    shown = [f"{each:.3g}" for each in (statistics.median(values), min(values), max(values))]
-    return shown[0] if len(set(shown)) == 1 else "{} ({} to {})".format(*shown)

@@ -76,12 +76,8 @@ def panel(model: str, machine: str, extent: Extent) -> Iterator[Row]:
         f"{enough:,.0f} tokens per iteration on, arithmetic is the limit"
         + ("" if any(copies) else "; no turn was streamed, and no KV was copied")
     )
-    for system, other in (
-        (FAST_LINK, "vllm"),
-        (STREAMED, "vllm"),
-        (FAST_LINK, "orca"),
-        (FAST_LINK, "fastserve"),
-    ):
+    pairs = ((FAST_LINK, "vllm"), (STREAMED, "vllm"), (FAST_LINK, "orca"), (FAST_LINK, "fastserve"))
+    for system, other in pairs:
         what = f"{name}: throughput, {system} over {OTHERS[other]}"
         gain = ratio(speeds[system], speeds[other])
         if other == "vllm":

@@ -26,7 +26,7 @@ from scripts.papers.equal_latency import Crossing, Figures, Search, system
 from scripts.papers.rows import Extent, Figure, Row, Spread, ratio
 
 CONTEXT_MAX = 16_384
-# Without a limit of the batch, vLLM's passes have whole prompts, up to the longest context.
+# vLLM computes whole prompts in a pass, together at most as many tokens as the longest context.
 SEPARATE: dict[str, Any] = {"phases": "separate", "token_budget": CONTEXT_MAX}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "Pensieve": {},

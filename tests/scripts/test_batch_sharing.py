@@ -13,12 +13,12 @@ from pensieve.bench import random_model
 from pensieve.bench.random_model import RandomShape
 from pensieve.config import resolve
 from pensieve.core.cache import CacheConfig
+from pensieve.core.prefix_groups import prefix_groups, saving, saving_of_tree
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.batch_run import PrefixSharing
 from pensieve.errors import PensieveError
 from pensieve.sim.cost import instant
 from scripts.measurements import batch as measured_batch
-from scripts.measurements import batch_simulation
 from scripts.measurements.batch_simulation import (
     SHAPES,
     SHARINGS,
@@ -26,7 +26,6 @@ from scripts.measurements.batch_simulation import (
     BatchSetting,
     BatchShape,
     BatchSimulator,
-    bounds,
     drawn_batch,
     shape_named,
 )
@@ -69,9 +68,9 @@ def test_a_batch_of_snippets_has_the_published_shape() -> None:
     batch = drawn_batch(SHAPES["snippets"], 1)
     assert len(batch) == 3000
     assert sum(len(each.prompt) for each in batch) / 3000 == pytest.approx(1500, rel=0.03)
-    could = bounds(batch)
-    assert could["one_prefix"] == pytest.approx(0.55, abs=0.01)
-    assert could["tree"] == pytest.approx(0.56, abs=0.01)
+    prompts = [each.prompt for each in batch]
+    assert saving(prefix_groups(prompts), prompts) == pytest.approx(0.55, abs=0.01)
+    assert saving_of_tree(prompts) == pytest.approx(0.56, abs=0.01)
     assert 99 < sum(each.output_tokens for each in batch) / 3000 < 101
 
 
@@ -131,17 +130,6 @@ def test_shapes_have_a_name_or_are_given_as_numbers() -> None:
     for wrong in ("", "2000", "2000/200", "0/200x4", "200/0x4", "200/20x0", "a/bxc"):
         with pytest.raises(ValueError, match=r"."):
             shape_named(wrong)
-
-
-def test_the_simulation_compares_three_sharing_modes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(batch_simulation, "shape_named", lambda name: FEW)
-    batch_simulation.main(["--seeds", "2"])
-    groups, lru, off = capsys.readouterr().out.splitlines()[-3:]
-    assert groups.startswith("groups  tokens saved 60, requests/s ")
-    assert off.endswith("x off 1, x lru 1") or "x off 1" in off
-    assert lru.startswith("lru ")
 
 
 # -- with an engine --
