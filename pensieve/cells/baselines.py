@@ -57,8 +57,7 @@ class Padding(GraphBatching):
 
     def __init__(self, width: int = 10, batch_max: int = 512, full_first: bool = False) -> None:
         super().__init__(batch_max)
-        self._width, self._full_first = width, full_first
-        self._last = -1
+        self._width, self._full_first, self._last = width, full_first, -1
 
     def _bucket(self, graph: Graph) -> int:
         return (len(next(iter(graph.stages.values()))) - 1) // self._width

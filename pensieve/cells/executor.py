@@ -234,9 +234,9 @@ class CellServer:
 
     def _serve(self) -> None:
         """Handle all messages that have come, then give work to each worker that is idle."""
-        num_tasks, closing = [0] * len(self._fifos), False  # tasks of each worker
+        num_tasks, closing, inbox = [0] * len(self._fifos), False, self._inbox  # tasks per worker
         while self.lives or not closing:
-            self._arrived += [self._inbox.get() for _ in range(max(1, self._inbox.qsize()))]
+            self._arrived += [inbox.get(), *(inbox.get() for _ in range(inbox.qsize()))]
             while self._arrived:
                 message = self._arrived.popleft()
                 if message is None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-from pensieve.cells.graph import CellType, Graph, Tree, chain, tree
+from pensieve.cells.graph import CellType, Graph, chain, tree
 
 GO, EOS = 1, 2  # tokens of the sequence-to-sequence model
 DECODED_BEYOND_SOURCE = 10  # a reply is at most this many tokens longer than its source
@@ -30,7 +31,6 @@ class Cell(nn.Module):
     """A cell type with its weights and shapes."""
 
     emits: int | None = None  # which output is a token of the reply
-
     pad = 0
 
     def __init__(self, kind: CellType, state: States, arity: int = 1, payload: int = 1) -> None:
@@ -125,11 +125,8 @@ class InnerCell(Cell):
 def tree_lstm(hidden: int = 256, vocab: int = 1000, batch_max: int = 64) -> Model:
     """A request is a binary tree: a token, or a pair of trees. Its reply is the state of the root."""
     leaf, inner = CellType("leaf", 0, batch_max), CellType("inner", 1, batch_max)
-
-    def unfold(words: Tree) -> Graph:
-        return tree(leaf, inner, words)
-
-    return _model(unfold, LeafCell(leaf, vocab, hidden), InnerCell(inner, hidden))
+    cells = LeafCell(leaf, vocab, hidden), InnerCell(inner, hidden)
+    return _model(partial(tree, leaf, inner), *cells)
 
 
 class BartEncoderCell(Cell):

@@ -80,6 +80,7 @@ class Scheduler(Policy):
         self._queues: dict[CellType, dict[_Subgraph, None]] = {cell: {} for cell in cells}
         self._requests: dict[int, _Request] = {}
         self._running: dict[Task, list[_Subgraph]] = {}
+        self._last: list[CellType] = []  # the type of the tasks submitted last
 
     def add(self, request: int, graph: Graph) -> None:
         state = _Request(
@@ -104,12 +105,14 @@ class Scheduler(Policy):
             if not batch or (tasks and _size(batch) < cell.batch_min):
                 break
             tasks.append(self._submit(cell, worker, batch))
+            self._last = [cell]
         return tasks
 
     def _choose(self, worker: int) -> CellType | None:
         """Apply the three criteria in their order. Nodes pinned to other workers do not count."""
         sizes = {cell: _size(self._form_batch(cell, worker)) for cell in self._queues}
-        running = {task.cell for task in self._running}
+        # If nothing runs, the last type counts as running, so that the other types get their turns.
+        running = [task.cell for task in self._running] or self._last
         ready = [cell for cell, size in sizes.items() if size]
         full = [cell for cell in ready if sizes[cell] == cell.batch_max]
         idle = [cell for cell in ready if cell not in running]

@@ -14,7 +14,7 @@ def add_parser(commands: Any) -> None:
         "cells",
         help="compare cellular batching with padding, graph merging and no batching",
         description="Serve random requests on one thread of this CPU with each policy. Print medians over "
-        "the seeds: the requests per second of CPU time if all arrive at once, and the latency if they "
+        "the seeds, in CPU time: the requests per second if all arrive at once, and the latency if they "
         "arrive at 80 % of the throughput of graph merging.",
     )
     parser.add_argument(

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -230,6 +231,32 @@ def test_a_running_request_keeps_only_the_states_that_cells_will_read() -> None:
     assert max(kept) <= MAX_TASKS_TO_SUBMIT + 1
 
 
+def test_requests_that_came_together_are_batched_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, submitted, sizes = threading.Event(), threading.Event(), list[int]()
+
+    class Inbox(SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            waiting.set()
+            assert submitted.wait(20)
+            return super().get(block, timeout)
+
+    class Noting(Merging):
+        def schedule(self, worker: int) -> list[Task]:
+            tasks = super().schedule(worker)
+            sizes.extend(len(task.rows) for task in tasks)
+            return tasks
+
+    model = lstm(16, VOCAB)
+    monkeypatch.setattr("pensieve.cells.executor.SimpleQueue", Inbox)
+    with CellServer(model, Noting()) as server:
+        assert waiting.wait(20)
+        futures = [server.submit(model.unfold([5])) for _ in range(3)]
+        submitted.set()
+        for future in futures:
+            future.result(20)
+    assert sizes == [3]
+
+
 @pytest.mark.parametrize("kind", SERVERS)
 def test_an_error_of_a_cell_fails_the_requests_and_the_server_ends(kind: str) -> None:
     model = lstm(16, VOCAB)
@@ -245,6 +272,7 @@ def test_requests_that_arrive_while_a_cell_fails_fail_too(monkeypatch: pytest.Mo
     """The cell fails while the server adds the second of three requests that came together."""
     model = lstm(16, VOCAB)
     arrived, failing, failed = threading.Event(), threading.Event(), threading.Event()
+    running = threading.Event()
 
     class Failing(Scheduler):
         def add(self, request: int, graph: Graph) -> None:
@@ -256,13 +284,16 @@ def test_requests_that_arrive_while_a_cell_fails_fail_too(monkeypatch: pytest.Mo
             super().add(request, graph)
 
     def launch(task: Task) -> Launched:
+        running.set()
         assert failing.wait(20)
         failed.set()
         raise IndexError("a cell")
 
     with CellServer(model, Failing(model.cells)) as server:
         server.runners[0].launch = launch  # type: ignore[method-assign]
-        futures = [server.submit(model.unfold([5])) for _ in range(4)]
+        futures = [server.submit(model.unfold([5]))]
+        assert running.wait(20)
+        futures += [server.submit(model.unfold([5])) for _ in range(3)]
         arrived.set()
         for future in futures:
             with pytest.raises(IndexError):

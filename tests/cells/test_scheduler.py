@@ -75,6 +75,18 @@ def test_without_full_batches_a_type_that_is_not_running_comes_before_one_that_i
     assert made.schedule(1)[0].cell is B  # now both are running
 
 
+def test_after_the_tasks_of_a_type_another_type_gets_its_turn_although_nothing_runs() -> None:
+    made = scheduler(links(B, 11), leaves(A, 3))
+    order = []
+    for _ in range(5):
+        tasks = made.schedule(0)
+        order.append((tasks[0].cell.name, len(tasks)))
+        for task in tasks:
+            made.complete(task)
+        made.add(len(order) + 1, leaves(A, 1))
+    assert order == [("b", 5), ("a", 1), ("b", 5), ("a", 1), ("b", 1)]
+
+
 def test_if_all_types_are_running_the_priority_decides() -> None:
     made = scheduler(leaves(A, 1), leaves(B, 1))
     made.schedule(0)
