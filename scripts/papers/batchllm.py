@@ -237,7 +237,7 @@ def valleys(extent: Extent) -> Iterator[Row]:
             why = "256 requests that generate leave no room for prompts"
         yield Row(
             "figures 2 and 6",
-            f"replies of {tokens} tokens: percentage points fewer iterations below half of the token budget",
+            f"replies of {tokens} tokens: reduction of the share of iterations below half of the token budget",
             more(1.0, "{:+.0f} points"),
             Spread(map(sub, before, after)),
             f"{before.shown('{:.0f} %')} with vLLM + c, then {after.shown('{:.0f} %')}; {why}",
@@ -272,7 +272,7 @@ def ablation(extent: Extent) -> Iterator[Row]:
             ("iterations", 1350 / 1600, "busy_iterations"),
             ("time", 0.85, "busy_seconds"),
         ):
-            name = f"{sharing}: {name} with both, until the batch begins to run empty"
+            name = f"{sharing}: {name} with both parts over neither, until the batch begins to run empty"
             ours = ratio(*([getattr(each, key) for each in some] for some in (runs, plain)))
             yield Row("figure 7b", name, about(paper), ours, reason)
         evenly = _times(*(_runs(each, CASES[0].machine, shape, extent) for each in (base, both)))

@@ -72,7 +72,9 @@ def gains(gain: Gain, extent: Extent) -> Iterator[Row]:
     if MODELS[model].kv_heads < MODELS[model].heads:
         yield _old_kernel(search, gain, systems)
     if gain.lower_latency is not None:
-        name = "largest reduction of the P90 latency, compared with vLLM-like, without a host tier"
+        name = (
+            "largest reduction of the P90 latency by the device tier alone, compared with vLLM-like"
+        )
         ours = _lower_latency(search, systems, limits["vLLM-like"])
         yield row(
             f"{model}: {name}", improvement(gain.lower_latency, form="{:.0f} %"), ours
@@ -161,7 +163,7 @@ def _phases(search: Search, gain: Gain) -> Iterator[Row]:
         [search.simulate(each, rate, seed)["normalized_p90"] for seed, rate in enumerate(rates)]
         for each in (unified, separate)
     )
-    name = f"{gain.model}: P90 latency at the highest load of separate batches, one batch over separate"
+    name = f"{gain.model}: P90 latency with one batch over separate batches, at their highest load"
     yield Row("figure 3.18", name, less(), ratio(*latencies), reason)
 
 
@@ -187,9 +189,9 @@ def policies(extent: Extent) -> Iterator[Row]:
 
     lru = runs(replace(value, policy="lru"))
     for what, cost, why in (
-        ("in full batches", value.cost, "so `value` chooses almost as `lru`"),
+        ("in a full batch", value.cost, "so `value` chooses almost as `lru`"),
         (
-            "alone",
+            "computed alone",
             _costs_alone(value.cost),
             "at the end of the longest context; the paper's number is the largest of its rates, for the host",
         ),
@@ -199,11 +201,9 @@ def policies(extent: Extent) -> Iterator[Row]:
         row = partial(
             Row, "figure 3.14", reason=f"the dearest chunk costs {dear:.1f} x the cheapest, {why}"
         )
-        name = f"opt-13b, chunk costs {what}: history found in memory, `value` minus `lru`"
+        name = f"opt-13b, cost of a chunk {what}: history found in memory, `value` minus `lru`"
         yield row(name, improvement(4.4, form="{:+.1f} points"), best(points))
-        name = (
-            f"opt-13b, chunk costs {what}: recomputed tokens saved by `value`, compared with `lru`"
-        )
+        name = f"opt-13b, cost of a chunk {what}: recomputed tokens saved by `value`, compared with `lru`"
         yield row(name, improvement(14.6, form="{:+.1f} %"), best(saved))
 
 

@@ -235,7 +235,7 @@ def iterations(extent: Extent) -> Iterator[Row]:
         "one prompt already keeps the arithmetic busy"
     )
     dense = cost.dense_seconds(128) / cost.dense_seconds(1)
-    name = "mistral-7b: dense time of 128 prompt tokens over one decode"
+    name = "mistral-7b: time outside attention of 128 prompt tokens over one decode"
     yield Row("figure 5", name, about(1.0), Spread([dense])).because(
         "up to about 150 tokens, reading the weights takes longer than computing"
     )
@@ -263,7 +263,7 @@ def iterations(extent: Extent) -> Iterator[Row]:
             / time([(0, prompt)])
             for prompt in (2048, 4096, 8192, 16_384)
         ]
-        name = f"yi-34b: longest time of a prompt in pieces of {length:,} tokens, relative to one piece"
+        name = f"yi-34b: time of a prompt in pieces of {length:,} tokens over the uncut prompt, largest ratio"
         yield Row("figure 11", name, claim, Spread([max(overheads)])).because(
             "each piece waits for weights, reads the KV before it and pays for its collectives; the text has "
             "no numbers, except that 2,048 is close to no overhead"
