@@ -237,7 +237,7 @@ def valleys(extent: Extent) -> Iterator[Row]:
             why = "256 requests that generate leave no room for prompts"
         yield Row(
             "figures 2 and 6",
-            f"replies of {tokens} tokens: reduction of the share of iterations below half of the token budget",
+            f"replies of {tokens} tokens: fewer iterations (share) below half of the token budget",
             more(1.0, "{:+.0f} points"),
             Spread(map(sub, before, after)),
             f"{before.shown('{:.0f} %')} with vLLM + c, then {after.shown('{:.0f} %')}; {why}",
