@@ -205,7 +205,7 @@ _starting_one = threading.Lock()
 
 
 def preload(environment: Mapping[str, str]) -> None:
-    """Start a server for environments in which Python starts differently."""
+    """Start a server for processes with this environment, in which Python may start differently."""
     key = _starting(environment)
     with _starting_one:
         if key not in _addresses and "PENSIEVE_TESTS_EXECUTE" not in os.environ:
@@ -455,7 +455,8 @@ def main() -> None:
     from pensieve.launch.cpu_threads import prepare_threads
 
     prepare_threads()
-    # An engine is started with SIGINT blocked. If it is the first program, so is this server.
+    # Engines start with SIGINT blocked. If an engine is the first to need this server, the server inherits
+    # that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["GRPC_VERBOSITY"] = "NONE"  # the command line also sets this before importing gRPC
     for name in PRELOADED:

@@ -104,7 +104,8 @@ inline Floats dot_add(Floats sum, Words a, Words b) {
 }
 #endif
 
-// Returns, in each lane, sum + four products of a row's byte (signed with SIGNED_DOT) and a weight's byte.
+// Adds, in each lane, the four products of a row's bytes and the weights' bytes to `sum`. Weight bytes are signed. Row
+// bytes are unsigned, or signed with SIGNED_DOT.
 inline Ints dot_add_bytes(Ints sum, Words row, Words weights) {
 #if BYTE_DOT && defined(__aarch64__)
   return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)row, (int8x16_t)weights);

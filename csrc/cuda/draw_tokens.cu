@@ -9,11 +9,11 @@
 //   min_p    no search; the result is the sum of all weights of at least weight_min
 //   token    the running weight exceeds floor(mass * draw / 2^62), where `mass` is the smallest of the three results
 //
-// A search is a radix search over the bits of the value (`key_of`: descending): 11, 11 and 10 bits at a time.  Each step
-// makes a histogram of the weights of the tokens that agree with the bits found so far.  Then it finds the bin where
-// the running sum exceeds the number.  After the last step, the remaining tokens have equal values and weights.  A
-// division finds the position of the token among them, and counting their ids in order finds its id.  All sums are over
-// integers, so the order of threads does not change a result.
+// A search is a radix search over the bits of the value (`key_of`: descending): 11, 11 and 10 bits at a time.  Each
+// step makes a histogram of the weights of the tokens that agree with the bits found so far.  Then it finds the bin
+// where the running sum exceeds the number.  After the last step, the remaining tokens have equal values and weights.
+// A division finds the position of the token among them, and counting their ids in order finds its id.  All sums are
+// over integers, so the order of threads does not change a result.
 //
 // One block does one row, so a row's token depends on no other row.  All searches of a row use the same first
 // histogram.  A 64-bit sum in shared memory is two words and a carry, because the hardware adds only words.
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mass = last.weight_before + (option.top_k - last.count_before) * row.weight(value_of(last.key));
   }
   if (option.top_p < 1.0) {
-    // The result is from 1 to mass: a top_p below 1 removes at least as much as rounding the mass may have added.
+    // `wanted` is from 1 to mass: `double(mass)` may round up, but a top_p below 1 takes away at least that much.
     const uint64 wanted = uint64(ptx::ceil(option.top_p * double(mass)));
     const Place last = search(shared, row, wanted - 1, false);
     const uint64 weight = row.weight(value_of(last.key));

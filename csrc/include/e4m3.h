@@ -1,9 +1,9 @@
 // Keys and values that are stored as one byte per number, in the e4m3 format: a sign bit, four bits of exponent and
 // three bits of mantissa.  0x7f and 0xff are NaN.  There is no infinity.  The largest number is 448, the smallest 2^-9.
 //
-// The stored numbers are multiplied by a scale.  There is a scale for each layer, each head, and keys or values.  Scales
-// are powers of two, so scaling does not round.  A kernel multiplies scores by the keys' scale and a result by the
-// values' scale.  In between it uses the unscaled numbers, which bfloat16 and float16 hold exactly.
+// The stored numbers are multiplied by a scale.  Each head of each layer has two scales: one for keys, one for values.
+// Scales are powers of two, so scaling does not round.  A kernel multiplies scores by the keys' scale and a result by
+// the values' scale.  In between it uses the unscaled numbers, which bfloat16 and float16 hold exactly.
 //
 // A word holds four neighbours of a row.  Unpacking gives bytes 0 and 2 as one pair, and bytes 1 and 3 as another pair,
 // because this needs no permutation of bytes.  So products get the elements in another order than in memory:
@@ -51,9 +51,9 @@ struct NanCheck {
   __device__ __forceinline__ bool has_nan() const { return (seen & 0x80808080u) != 0; }
 };
 
-// Puts sixteen elements of a row into the order of `unpack`.  Let i be the lane's number modulo 4.  Without `mixed`,
-// the lane finds elements 2 i and 2 i + 1 at its place.  After `mixed`, it finds elements 4 i and 4 i + 2 there.  Eight
-// places further, it finds elements 4 i + 1 and 4 i + 3.
+// Puts sixteen elements of a row into the order of `unpack`.  A lane reads two neighbouring positions, 2 i and 2 i + 1
+// (i is the lane's number modulo 4), and the two positions eight further.  `mixed` puts elements 4 i and 4 i + 2 into
+// the first two positions, and elements 4 i + 1 and 4 i + 3 into the other two.
 __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) 
   }
 }
 
-// In the `index`-th product with values, a lane has two neighbouring results, `pair` and `pair` + 1.  Returns the
-// head's column of result `pair` + `side`.
+// A lane has the results at positions `pair` and `pair` + 1 of the `index`-th product with values.  Returns the head's
+// column to which the first (`side` 0) or the second (`side` 1) of them belongs.
 __device__ __forceinline__ int column_of(int index, int pair, int side) {
   return index / 2 * 16 + 2 * (pair + side) + index % 2;
 }

@@ -184,8 +184,8 @@ def _draw_tiers(made: Sheet, row: Row, policies: Sequence[str]) -> None:
     panel = made.panel(title, unit, "% of the tier", most=SHARE_MOST, height=1.2)
     only, clean = _numbers(series["device"], 100), _numbers(series["clean"], 100)
     both = [a + b for a, b in zip(only, clean, strict=True)]
-    panel.area("device: cannot be reused yet", times, [0.0] * len(times), only)
-    panel.area("device: can be reused at once", times, only, both)
+    panel.area("device: without a host copy", times, [0.0] * len(times), only)
+    panel.area("device: can be freed at once", times, only, both)
     if row["host_size"]:
         panel.line("host", times, _numbers(series["host"], 100), marked=False)
 

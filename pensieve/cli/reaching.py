@@ -44,7 +44,7 @@ def daemon_of(data: Path) -> str | None:
         return None
     if not is_listened_to(path):
         return None
-    print(f"talking through {holder}, which has {data}", file=sys.stderr, flush=True)
+    print(f"using {holder}, which has the data folder {data} open", file=sys.stderr, flush=True)
     return socket_address(path)
 
 

@@ -273,7 +273,7 @@ class Route:
         if is_reached:
             self._reached.append(self.at)
 
-    def goes_on(self, error: PensieveError, repeat: bool = True) -> bool:
+    def try_next_address(self, error: PensieveError, repeat: bool = True) -> bool:
         """Note why a try failed. Return whether to send the same request to another address at once.
 
         If `repeat` is False, the result is True only if the failed address has certainly not acted on the
@@ -302,7 +302,9 @@ class Route:
         self._fail(error)
         if self._stays:
             return False
-        return self._is_one_left and (repeat or is_waited_for(error) or not error.may_have_arrived)
+        return self._is_one_left and (
+            repeat or is_temporary_refusal(error) or not error.may_have_arrived
+        )
 
     def stay(self) -> None:
         """Use only this address from now on, because the daemon there may have acted on the request."""
@@ -373,7 +375,7 @@ def ranked(key: str, names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (score(key, name), name), reverse=True)
 
 
-def is_waited_for(error: PensieveError) -> bool:
+def is_temporary_refusal(error: PensieveError) -> bool:
     """Return whether a daemon has temporarily refused a request without acting on it."""
     return isinstance(error, Loading | OwnedElsewhere)
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from pensieve.client.addresses import Addresses, AddressState, Route, is_waited_for
+from pensieve.client.addresses import Addresses, AddressState, Route, is_temporary_refusal
 from pensieve.client.aio_connection import AsyncConnection, AsyncLink, Sleep
 from pensieve.client.channel import Address, Tls, key_of, names_of
 from pensieve.client.requests import PagedRequest, PagedResponse
@@ -141,10 +141,10 @@ class AsyncBaseClient:
                 return await send()
             except PensieveError as error:
                 failure = error
-            if route.goes_on(failure, repeat):
+            if route.try_next_address(failure, repeat):
                 continue
             explained = route.explained(failure)
-            if not repeat and not is_waited_for(failure):
+            if not repeat and not is_temporary_refusal(failure):
                 raise explained
             await self._sleep(tries.pause(explained))
             route.begin_round()

@@ -217,7 +217,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         try:
             while ending.answer is None:
                 ending.answer, error = await self._try_to_end(request, route, deadline)
-                if error is not None and not route.goes_on(error):
+                if error is not None and not route.try_next_address(error):
                     await asyncio.sleep(tries.pause(route.explained(error)))
                     route.begin_round()
         except (PensieveError, grpc.aio.UsageError):  # retries ended; UsageError: channel is closed

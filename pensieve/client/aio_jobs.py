@@ -87,7 +87,7 @@ class AsyncJobs:
                         return found
                     raise failure
                 failure = Unavailable("the server is still receiving an earlier try of this upload")
-            goes_on = route.goes_on(failure, repeat=False)
+            goes_on = route.try_next_address(failure, repeat=False)
             if not upload.can_repeat:
                 raise route.explained(failure)
             if not isinstance(failure, Unavailable) or failure.may_have_arrived:
@@ -200,7 +200,7 @@ class AsyncJobs:
                 failure = error
             finally:
                 stream.cancel()
-            if not route.goes_on(failure):
+            if not route.try_next_address(failure):
                 await self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 
@@ -228,7 +228,7 @@ class AsyncJobs:
                 failure = error
             finally:
                 stream.cancel()
-            if not route.goes_on(failure):
+            if not route.try_next_address(failure):
                 await self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 

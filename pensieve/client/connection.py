@@ -241,7 +241,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         try:
             while ending.answer is None:
                 ending.answer, error = self._try_to_end(request, route, deadline)
-                if error is not None and not route.goes_on(error):
+                if error is not None and not route.try_next_address(error):
                     time.sleep(tries.pause(route.explained(error)))
                     route.begin_round()
         except (PensieveError, ValueError):  # the retries ended; ValueError: the channel is closed

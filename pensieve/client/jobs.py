@@ -90,7 +90,7 @@ class Jobs:
                         return found
                     raise failure
                 failure = Unavailable("the server is still receiving an earlier try of this upload")
-            goes_on = route.goes_on(failure, repeat=False)
+            goes_on = route.try_next_address(failure, repeat=False)
             if not upload.can_repeat:
                 raise route.explained(failure)
             if not isinstance(failure, Unavailable) or failure.may_have_arrived:
@@ -191,7 +191,7 @@ class Jobs:
                 failure = error
             finally:
                 stream.cancel()
-            if not route.goes_on(failure):
+            if not route.try_next_address(failure):
                 self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 
@@ -217,7 +217,7 @@ class Jobs:
                 failure = error
             finally:
                 stream.cancel()
-            if not route.goes_on(failure):
+            if not route.try_next_address(failure):
                 self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 

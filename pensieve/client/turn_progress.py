@@ -220,7 +220,7 @@ class TurnCourse:
         if self._left:
             return 0.0
         error = error or Unavailable("the server ended the stream before the end of the turn")
-        if self.route.goes_on(error):
+        if self.route.try_next_address(error):
             return 0.0
         error = self.route.explained(error)
         try:

@@ -50,7 +50,7 @@ class DaemonConfig:
     store_default: bool = True  # whether an HTTP request without `store` is stored
     replica: str = ""  # the daemon's name among several; "": it has none
     history: str = ""  # the history's address without secrets; "": in the data folder
-    # constants of `pensieve serve`, from the top of this file; other programs and most tests do without
+    # `pensieve serve` sets these to the constants at the top of this file; other programs leave them at 0
     scrub_seconds: float = 0.0  # time to read the whole history once; 0: never
     request_keep_seconds: float = 0.0  # how long a request_id is kept after its turn; 0: for ever
     chain_keep_seconds: float = 0.0  # how long digests of histories are kept; 0: for ever

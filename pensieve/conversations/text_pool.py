@@ -23,8 +23,8 @@ class ChargedTextPool:
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
         """Call a function in the text pool.
 
-        Charge the tenant if the text does not fit the context, because it was tokenized. The caller charges
-        text that fits.
+        If the text does not fit the context, charge the tenant nevertheless: tokenizing it took time. The
+        caller charges text that fits.
         """
         try:
             return await self._threads.in_text_pool(tenant, function)

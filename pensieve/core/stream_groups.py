@@ -29,7 +29,7 @@ from pensieve.core.turn import Turn
 PACK_EVERY = 512
 CHANGED_SHARE = 0.5
 MENDED_TWICE = 2  # once for added and removed turns, once for contexts that have grown
-GROWING = 8  # a group is full if it lacks room for one more page for every GROWING of its turns
+GROWING = 8  # a group is full if its free pages are fewer than its turns / GROWING
 SLACK = 1 / 16  # fraction of an arena that is left free when a full group is mended
 MANY_GROUPS = 40  # more groups gain little: the idle time at both ends is 1 / MANY_GROUPS of a lane
 SOME_GROUPS = 12
@@ -253,7 +253,7 @@ class _GroupBuilder:
 
 
 def _with_table(piece: Slice, page_table: array[int]) -> Slice:
-    """Replace the page table. Every generating turn needs this, so it is faster than `_replace`."""
+    """Replace the page table, for every generating turn. `_replace` is slower."""
     return Slice(*piece[:4], page_table, *piece[5:])
 
 
@@ -516,10 +516,11 @@ def cheapest_order(
     """Return the order with the least sum of max(attention, copying of the next group), after a `gap`.
 
     This is the algorithm of Gilmore and Gomory (1964). First, attentions and copies are matched in sorted
-    order, which gives the least sum. This matching may consist of several cycles. The cheapest exchanges of
-    neighbours join the cycles into one, which is the order. Exchanges whose copy is at least as long as the
-    attention (`lifting`) are made in descending order, then the others in ascending order. Member 0 stands
-    for the start and the end: its attention is the gap, and it copies nothing.
+    order, which gives the least sum. This matching may consist of several cycles. The cheapest exchanges join
+    the cycles into one, which is the order. Exchange k swaps the successors of the k-th and the next
+    attention. If the k-th copy is at least as long as the k-th attention (`lifting`), it is made first, from
+    the highest k to the lowest. The others follow from the lowest k. Member 0 stands for the start and the
+    end: its attention is the gap, and it copies nothing.
     """
     a = [gap, *[attentions[i] for i in members]]
     c = [0.0, *[copies[i] for i in members]]

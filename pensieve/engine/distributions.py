@@ -47,7 +47,7 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
-    # -- figures by name, which can cross the pipe --
+    # -- as a flat dict, which the engine can send to the service --
 
     def figures(self, name: str) -> dict[str, float]:
         keys = [f"{name}.{bound:g}" for bound in (*self.bounds, math.inf)]

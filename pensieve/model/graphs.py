@@ -10,7 +10,7 @@ is on the same stream, so the previous replay has already read the old values.  
 Padding rows are at position 0 of a page that no turn has (`KVMemory.spare_page`), no work item covers them,
 and nothing reads their logits.
 
-The work list has a fixed length, so the number of items needs a bound.  It has one if the attention is
+The work list has a fixed length, so the number of items must be bounded.  It is bounded if the attention is
 planned with the fewest waves (kernels/attention/plan.py explains this and the other terms).  The work list is
 one tensor with three parts: merges, items, and the rows of packs.  In a decode, a turn has one token, which
 is one tile of the attention.  So a turn has at most one merge and is in at most one pack.  Empty entries fill
@@ -153,8 +153,8 @@ class DecodeGraphs:
             at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
             self._group, self._extra_items = group, at_once.narrow // heads + 1
             self._lists = zeros(sum(self._sizes_of_lists(rows)), dtype=torch.int32)
-            # Rows of partial results: each row has an item for its own context, and every further item may be
-            # a pack of the largest size.
+            # Rows of partial results: each row of the batch has an item for its own context, and each further
+            # item may be a pack of the largest size.
             rows_of_pack = min(rows * group, cuda.tiling(shape.head_size).wide)
             part_rows = rows * group + self._extra_items * rows_of_pack
             self._plan = DevicePlan(

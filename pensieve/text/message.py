@@ -98,7 +98,7 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 def plain_text(text: str, where: str) -> str:
     """Return the text as a plain `str`, never as a subclass.
 
-    As a `TemplateText`, a client's text would pass as text that the template has written.
+    A client's string of the subclass `TemplateText` would be taken for text that the template wrote.
     Raises InvalidArgument if the text cannot be encoded as UTF-8.
     """
     if not isinstance(text, str):

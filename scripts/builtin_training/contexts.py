@@ -15,7 +15,7 @@ from scripts.builtin_corpus.dialogues import (
 )
 from scripts.builtin_training.tokenizer import IM_END_ID, IM_START_ID, PAD_ID, VOCABULARY
 
-JUMPED_POSITIONS_MAX = 2400  # limit of a training context's positions, with those that jumps skip
+JUMPED_POSITIONS_MAX = 2400  # positions in a training context, including positions that jumps skip
 BATCH_TOKENS = 4096
 VALUE_WEIGHT, OPENING_WEIGHT = 4.0, 3.0
 

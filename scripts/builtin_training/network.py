@@ -59,10 +59,10 @@ def untrained_model() -> LlamaForCausalLM:
 def hand_start(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
     """Set weights with which the model already repeats what it has seen; return the model.
 
-    The residual stream is laid out as [code | code one back | code two back | free | constant]. A head that
-    looks `distance` back queries with the constant, rotated by `distance` positions: its rotary score is a
-    sum of cosines that peaks there. The comparing heads use the pairs that hardly rotate: query (code, code
-    one back) against key (code one back, code two back).
+    The residual stream is laid out as [code | code one back | code two back | free | constant]. Some heads
+    look `distance` positions back. The query of such a head is the constant, rotated by `distance` positions:
+    its rotary score is a sum of cosines that peaks there. The comparing heads use the pairs that hardly
+    rotate: query (code, code one back) against key (code one back, code two back).
     """
     generator = torch.Generator().manual_seed(seed)
     embedding = model.model.embed_tokens.weight

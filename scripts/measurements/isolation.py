@@ -123,7 +123,9 @@ def _noise(address: str, token: str, policy: int, codes: Counter[str]) -> Iterat
         line = "{}"
         while not EXPECTED.issubset(json.loads(line)):
             if not (line := process.stdout.readline()):
-                raise InvalidArgument("noise", "the noisy tenant ended before it began")
+                raise InvalidArgument(
+                    "noise", "the noisy tenant's process ended before it was ready"
+                )
         yield
     finally:
         process.terminate()

@@ -26,7 +26,7 @@ from scripts.papers.equal_latency import Crossing, Figures, Search, system
 from scripts.papers.rows import Extent, Figure, Row, Spread, ratio
 
 CONTEXT_MAX = 16_384
-# vLLM computes whole prompts in a pass, together at most as many tokens as the longest context.
+# A pass of vLLM has only whole prompts, with at most as many tokens in total as the longest context.
 SEPARATE: dict[str, Any] = {"phases": "separate", "token_budget": CONTEXT_MAX}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "Pensieve": {},
@@ -193,7 +193,7 @@ def policies(extent: Extent) -> Iterator[Row]:
         (
             "computed alone",
             _costs_alone(value.cost),
-            "at the end of the longest context; the paper's number is the largest of its rates, for the host",
+            "at the end of the longest context; the paper's number is its largest gain, with a host tier",
         ),
     ):
         found, profile = runs(replace(value, cost=cost)), cost.recompute(CHUNK_TOKENS)

@@ -394,7 +394,7 @@ def test_the_doctor_reports_versions_memory_and_kernels(capsys: pytest.CaptureFi
 
 
 def test_tls_and_client_certificates(tmp_path: Path) -> None:
-    """The certificates next to this test are only for localhost."""
+    """The certificates in tests/guard/certs are valid only for localhost."""
     certs = ROOT / "tests" / "guard" / "certs"
     server = ("--tls-cert", str(certs / "server.pem"), "--tls-key", str(certs / "server.key"))
     process = ServeProcess(tmp_path / "data", *server)

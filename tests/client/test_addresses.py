@@ -97,7 +97,7 @@ def test_a_single_address_is_never_checked_or_avoided(clock: Clock) -> None:
     route = Route(alone, "trip")
     for _ in range(3):
         assert route.choose() == ("gpu1:1", False)
-        assert not route.goes_on(AWAY)
+        assert not route.try_next_address(AWAY)
         assert route.explained(AWAY) is AWAY
     assert alone.states()[0].state == "avoided"  # this state is only displayed
 
@@ -138,7 +138,7 @@ def test_a_learned_home_that_fails_is_forgotten(addresses: Addresses) -> None:
     addresses.learn("trip", third)
     route = Route(addresses, "trip")
     assert route.choose() == (third, False)
-    assert route.goes_on(AWAY)
+    assert route.try_next_address(AWAY)
     assert addresses.order("trip") == [first, second, third]
     assert route.choose() == (first, False)
 
@@ -160,7 +160,7 @@ def test_a_round_tries_each_address_once(addresses: Addresses) -> None:
     tried = []
     for number in range(3):
         tried.append(route.choose().name)
-        assert route.goes_on(errors.Unavailable(f"away {number}")) is (number < 2)
+        assert route.try_next_address(errors.Unavailable(f"away {number}")) is (number < 2)
     assert tried == order
     error = route.explained(errors.Unavailable("away 2"))
     whys = {name: f"away {number}" for number, name in enumerate(order)}
@@ -176,10 +176,10 @@ def test_a_broken_stream_keeps_its_address_until_that_address_fails_again(
     order = ranked("trip", NAMES)
     route = Route(addresses, "trip")
     route.choose()
-    assert route.goes_on(AWAY)
+    assert route.try_next_address(AWAY)
     assert route.choose() == (order[1], False)
     route.answered()
-    assert not route.goes_on(errors.Unavailable("broken"))  # first the client must pause
+    assert not route.try_next_address(errors.Unavailable("broken"))  # first the client must pause
     route.begin_round()
     assert route.choose() == (order[1], True)
     route.does_not_serve(AWAY, is_reached=False)
@@ -193,9 +193,9 @@ def test_the_error_is_loading_if_one_of_the_addresses_is_loading(
     loading = errors.Loading("loading")
     loading.retry_after_seconds = 2.5
     route.choose()
-    route.goes_on(loading)
+    route.try_next_address(loading)
     route.choose()
-    route.goes_on(AWAY)
+    route.try_next_address(AWAY)
     error = route.explained(AWAY)
     assert type(error) is errors.Loading
     assert error.retry_after_seconds == 2.5
@@ -205,7 +205,7 @@ def test_an_address_that_answers_with_an_error_works(addresses: Addresses) -> No
     route = Route(addresses, "trip")
     name = route.choose().name
     missing = errors.NotFound("missing")
-    assert not route.goes_on(missing)
+    assert not route.try_next_address(missing)
     assert route.explained(missing) is missing
     assert {each.address: each.state for each in addresses.states()}[name] == "works"
 

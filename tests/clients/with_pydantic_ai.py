@@ -66,7 +66,7 @@ async def streamed(model: Any) -> None:
     assert "".join(pieces) == "One two three.", pieces
 
 
-def looks(model: Any, settings: Any = None) -> Agent:
+def agent_with_look_tool(model: Any, settings: Any = None) -> Agent:
     agent = Agent(model, model_settings=settings)
 
     @agent.tool_plain
@@ -80,7 +80,7 @@ def looks(model: Any, settings: Any = None) -> Agent:
 def agent_runs(model: Any, settings: Any = None) -> None:
     turns = Turns()
     says(*agent_replies())
-    result = looks(model, settings).run_sync("Look around.", usage_limits=LIMITS)
+    result = agent_with_look_tool(model, settings).run_sync("Look around.", usage_limits=LIMITS)
     assert result.output == "Done."
     turns.one_conversation(TURNS + 1)
 
@@ -93,18 +93,20 @@ async def agent_streams(model: Any) -> None:
     async def read(_: Any, events: Any) -> None:
         kinds.update([type(each).__name__ async for each in events])
 
-    result = await looks(model).run("Look around.", usage_limits=LIMITS, event_stream_handler=read)
+    result = await agent_with_look_tool(model).run(
+        "Look around.", usage_limits=LIMITS, event_stream_handler=read
+    )
     assert result.output == "Done.", result.output
     assert {"PartStartEvent", "PartDeltaEvent"} <= kinds, kinds
     turns.one_conversation(TURNS + 1)
 
 
-def of_schema(model: Any, output: Any) -> None:
+def check_schema_output(model: Any, output: Any) -> None:
     says('{"name": "Oslo", "people": 700000}')
     assert Agent(model, output_type=output).run_sync("Which city?").output == OSLO
 
 
-def of_call(model: Any) -> None:
+def check_tool_output(model: Any) -> None:
     says(call("final_result", name="Oslo", people=700000))
     agent = Agent(model, output_type=ToolOutput(City, name="final_result"))
     assert agent.run_sync("Which city?").output == OSLO
@@ -132,17 +134,17 @@ async def _() -> None:
 
 @scene("chat, NativeOutput (a schema)")
 def _() -> None:
-    of_schema(chat(), NativeOutput(City))
+    check_schema_output(chat(), NativeOutput(City))
 
 
 @scene("chat, PromptedOutput (json_object)")
 def _() -> None:
-    of_schema(chat(), PromptedOutput(City))
+    check_schema_output(chat(), PromptedOutput(City))
 
 
 @scene("chat, ToolOutput (a forced call)")
 def _() -> None:
-    of_call(chat())
+    check_tool_output(chat())
 
 
 @scene("responses, five turns")
@@ -172,12 +174,12 @@ def _() -> None:
 
 @scene("responses, NativeOutput (a schema)")
 def _() -> None:
-    of_schema(responses(), NativeOutput(City))
+    check_schema_output(responses(), NativeOutput(City))
 
 
 @scene("responses, ToolOutput (a forced call)")
 def _() -> None:
-    of_call(responses())
+    check_tool_output(responses())
 
 
 @scene("Anthropic's messages, five turns")
@@ -202,7 +204,7 @@ async def _() -> None:
 
 @scene("Anthropic's messages, ToolOutput (a forced call)")
 def _() -> None:
-    of_call(messages())
+    check_tool_output(messages())
 
 
 if __name__ == "__main__":

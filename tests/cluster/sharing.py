@@ -43,7 +43,7 @@ def sharing(
     each_listening: Sequence[Mapping[str, Any]] = (),
     **daemon: Any,
 ) -> Iterator[list[DaemonRig]]:
-    """Run daemons that share one history with an owner log.
+    """Run daemons that share one history, in which triggers log every change of an owner (owner_log.py).
 
     `listening` and `daemon` are settings of all daemons; `each_listening` has settings of single daemons.
     """

@@ -57,7 +57,7 @@ def test_a_conversation_can_be_deleted_at_any_daemon(both: Both) -> None:
 
 
 def test_the_owner_answers_a_slow_deletion(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also holds after the deletion, when the conversation has no owner any more."""
+    """The other daemon waits for the owner's answer, even when the deleted conversation has no owner."""
     conversations = both.rigs[ONE].daemon.conversations
     delete = conversations.delete
 

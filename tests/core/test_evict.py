@@ -45,7 +45,7 @@ def test_a_chunk_with_a_host_copy_leaves_the_device_at_once() -> None:
     assert stage.cache.move_to_host("a", stage.now) == 0
 
 
-def test_shared_used_or_less_valuable_chunks_are_not_moved_to_the_host() -> None:
+def test_chunks_that_are_shared_or_in_use_or_less_valuable_stay_on_the_device() -> None:
     stage = Stage(12, 2)
     stage.say("a", 8)
     stage.cache.fork("a", 8, "b", stage.now)
@@ -79,7 +79,7 @@ def test_a_conversation_that_returns_during_its_move_keeps_its_pages() -> None:
 
 
 def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
-    """The chunks that only `a` holds are on two branches. The first branch is already lost."""
+    """Chunks 0 and 1 are shared with `system`. Of the other four, 2 and 3 (the hole) are already lost."""
     stage = Stage(16, 0, policy="value")
     stage.say("system", 8)
     stage.fork_at("system", 8, "a")

@@ -1,4 +1,4 @@
-"""Which turns are preempted for which, what that costs, and that no turn is preempted for ever."""
+"""Which turns preempt which other turns, what a preemption costs, and that every turn ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def iterations_until(stage: Stage, turn: Turn) -> int:
         pieces = stage.latest.slices if stage.latest is not None else ()
         if any(piece.attempt_id == turn.attempt_id for piece in pieces):
             return number
-    raise AssertionError("it gets no place")
+    raise AssertionError("the turn was not scheduled within 50 iterations")
 
 
 # -- by priority --

@@ -22,7 +22,7 @@ def test_quantiles_are_right_to_within_two_percent() -> None:
         assert seconds == pytest.approx(values[round(share * 5000) - 1], rel=0.02)
 
 
-def test_times_below_100_microseconds_count_as_zero_and_hours_as_long() -> None:
+def test_times_below_100_microseconds_count_as_zero_and_hours_in_the_last_bucket() -> None:
     times = RecentTimes()
     assert times.spread(now=0.0).p50 == times.spread(now=0.0).count == 0
     times.add(0.0, now=1.0, count=60)

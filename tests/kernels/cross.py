@@ -1,7 +1,8 @@
 """Compile csrc/cpu with clang, for this machine and for others.
 
-Clang comes with the package ziglang, which also has the headers of other systems. Calls compile only objects,
-or programs without a C++ library: for another system, ziglang would first compile that library for a minute.
+Clang comes with the package ziglang, which also has the headers of other systems. Callers compile only
+object files, or programs without the C++ library. Otherwise ziglang would first compile that library for the
+other system, which takes a minute.
 """
 
 from __future__ import annotations

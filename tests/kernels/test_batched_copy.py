@@ -99,7 +99,7 @@ def test_a_memory_prepares_pieces_only_for_moves_between_tiers(
     made = KVMemory(ModelShape(2, 4, 2, 8, 100, 512, torch.bfloat16, 0, 0), 9, 9, 4)
     moves = PageMoves.from_swap_ins([SwapIn(0, 3, 7, 4), SwapIn(1, 4, 8, 4), SwapIn(2, 5, 1, 2)])
     assert made.prepared(moves).pieces is None, "these moves stay on the device"
-    pieces = made.prepared_to_cross(moves).pieces
+    pieces = made.prepared_for_swap(moves).pieces
     assert (pieces is not None) == batches
     if pieces is not None:
         assert pieces.sizes.tolist() == [2 * 4 * 4 * 8 * 2, *[2 * 8 * 2] * 4]

@@ -32,7 +32,7 @@ def cost_file(folder: Path, **changed: object) -> Path:
     return path
 
 
-def test_the_retention_policy_uses_the_costs_of_this_machine(tmp_path: Path) -> None:
+def test_the_eviction_policy_uses_the_costs_of_this_machine(tmp_path: Path) -> None:
     """Chunks have 8 tokens. They take 8 ms to compute and, over a slow link, 16 ms to copy."""
     model = write_model(tmp_path / "model", QWEN_2_5)
     path = cost_file(tmp_path)
@@ -59,7 +59,7 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["echo_engine", "engine_process"])
 def test_an_engine_starts_without_importing_packages_of_the_service(program: str) -> None:
-    """Importing SQLite took as long as everything else that an engine process imports before torch."""
+    """Unused imports slow the start: importing SQLite takes as long as all other imports before torch."""
     code = (
         f"import sys, pensieve.launch.{program}\n"
         "print(sorted({'grpc', 'numpy', 'sqlite_utils', 'torch'} & set(sys.modules)))"

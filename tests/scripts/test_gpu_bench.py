@@ -442,7 +442,7 @@ def test_a_swap_that_moves_nothing_is_found_even_if_an_earlier_swap_moved_the_sa
 ) -> None:
     """The target pages already have the right contents, because another swap moved the same pages."""
     kept: dict[int, Any] = {}
-    prepared, swap_in = KVMemory.prepared_to_cross, KVMemory.swap_in
+    prepared, swap_in = KVMemory.prepared_for_swap, KVMemory.swap_in
     ways: list[Any] = []
 
     def same(self: KVMemory, moves: Any) -> Any:
@@ -453,7 +453,7 @@ def test_a_swap_that_moves_nothing_is_found_even_if_an_earlier_swap_moved_the_sa
         runs[0]()
         return 1.0
 
-    monkeypatch.setattr(KVMemory, "prepared_to_cross", same)
+    monkeypatch.setattr(KVMemory, "prepared_for_swap", same)
     monkeypatch.setattr(
         KVMemory, "swap_in", lambda *given: swap_in(*given) if len(ways) == 1 else None
     )

@@ -81,9 +81,9 @@ def test_host_memory_grows_while_it_raises_the_rate() -> None:
 def test_a_load_starts_with_conversations_in_progress() -> None:
     """Conversations are already in progress at the start, so that the turn rate is steady."""
     arrivals = list(LOAD.arrivals(30.0))
-    free_until, counts, ends = LOAD.window
-    assert free_until < counts < ends
-    assert ends - counts == 30.0
+    free_until, count_from, end = LOAD.window
+    assert free_until < count_from < end
+    assert end - count_from == 30.0
     logs = [each for each in arrivals if each.at is not None and each.at < free_until]
     assert all(each.output_tokens == 1 for each in logs)
     left = (CHAT.turns_mean - 1) / CHAT.turns_mean  # leave out turns that begin a conversation
@@ -91,7 +91,7 @@ def test_a_load_starts_with_conversations_in_progress() -> None:
     assert len({each.conversation for each in logs}) == len(logs)
     ends_of: dict[str, float] = {}
     turns: Counter[int] = Counter()
-    width = (ends - free_until) / 3
+    width = (end - free_until) / 3
     for each in arrivals:
         begin = each.at
         if begin is None:

@@ -17,7 +17,7 @@ PLANTED = CostModel(
     dense_points=((2, 0.03), (16, 0.04), (64, 0.1), (512, 0.7)),
     decode_points=((0, 0.0), (1, 0.005), (16, 0.01), (64, 0.03)),
 )
-ABOUT = CostModel(0, 0, 0, 0, 0, 4, 1000, 1e9, "a machine")
+UNFITTED = CostModel(0, 0, 0, 0, 0, 4, 1000, 1e9, "a machine")
 
 
 def seen(spans: list[tuple[int, int]], factor: float = 1.0) -> Observation:
@@ -41,7 +41,7 @@ def mixes(seed: int, count: int, noise: float) -> list[Observation]:
 
 
 def test_a_planted_cost_is_found() -> None:
-    found = fit_points(mixes(1, 300, 0.0), ABOUT)
+    found = fit_points(mixes(1, 300, 0.0), UNFITTED)
     assert found.attention_seconds_per_key == pytest.approx(3e-6, rel=0.02)
     assert found.attention_seconds_per_pair == pytest.approx(2e-7, rel=0.02)
     assert (found.layers, found.kv_bytes_per_token, found.source) == (4, 1000, "a machine")
@@ -51,7 +51,7 @@ def test_a_planted_cost_is_found() -> None:
 
 
 def test_noise_and_pauses_change_little() -> None:
-    found = fit_points(mixes(2, 300, 0.03), ABOUT)
+    found = fit_points(mixes(2, 300, 0.03), UNFITTED)
     every = errors_of(found, [("mixes", row) for row in mixes(3, 100, 0.0)])[-1]
     assert every.kind == "all"
     assert every.held_out == 100
@@ -71,7 +71,7 @@ def test_errors_are_listed_by_kind() -> None:
 
 def test_too_few_kinds_of_iterations_are_refused() -> None:
     with pytest.raises(ValueError, match="too few kinds"):
-        fit_points([seen([(0, 1)]), seen([(5, 6)])], ABOUT)
+        fit_points([seen([(0, 1)]), seen([(5, 6)])], UNFITTED)
 
 
 def test_measured_chunk_costs_never_fall_with_a_longer_context() -> None:
@@ -101,7 +101,7 @@ def test_nonnegative_least_squares_finds_the_optimum() -> None:
         found = nonnegative(products, targets)
         assert min(found) >= 0.0
         for i, x in enumerate(found):
-            promise = targets[i] - sum(products[i][j] * found[j] for j in range(4))
-            assert abs(promise) < 1e-6 if x else promise < 1e-6
+            gradient = targets[i] - sum(products[i][j] * found[j] for j in range(4))
+            assert abs(gradient) < 1e-6 if x else gradient < 1e-6
         with_zeros += 0.0 in found
     assert 20 < with_zeros < 100

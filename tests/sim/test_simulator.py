@@ -48,7 +48,7 @@ def test_evicted_chunks_are_recomputed_at_a_cost_that_grows_with_the_context() -
     first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
     counts = run_trace(first, second, Arrival("a", 20.0, 1, 1))
     assert counts.history_tokens == 1601
-    assert counts.recomputed_tokens == 1280, "40 of its 50 chunks made room, the leading ones"
+    assert counts.recomputed_tokens == 1280, "the first 40 of its 50 chunks were evicted"
     assert counts.recompute_cost == pytest.approx(1280 / 32 * (1 + 640 / 32_000), rel=0.01)
 
 
@@ -134,8 +134,8 @@ def test_every_turn_of_many_conversations_ends_under_memory_pressure(
     assert counts.turns + counts.refused == len(arrivals)
     assert counts.history_tokens > 10 * counts.input_tokens / 2
     known = counts.device_tokens + counts.host_tokens + counts.recomputed_tokens
-    with_history = counts.history_tokens - known
-    assert 0 <= with_history <= counts.turns, "the last token of a log is not yet computed"
+    not_computed = counts.history_tokens - known
+    assert 0 <= not_computed <= counts.turns, "the last token of a log is not yet computed"
     assert (counts.host_tokens > 0) == (host_tokens > 0)
     assert counts.recomputed_tokens > 0
 

@@ -107,7 +107,7 @@ def test_generated_conversations_have_the_published_lengths() -> None:
     assert max(v.after for v in found) > 120
 
 
-def test_generated_assistants_return_as_often_as_published() -> None:
+def test_conversations_of_the_assistant_workload_return_as_often_as_published() -> None:
     found = list(drawn(WORKLOAD_PRESETS["assistant"], 2.0, 6000.0, seed=1))
     turns = Counter(arrival.conversation for arrival in found)
     num = [sum(count >= least for count in turns.values()) for least in (1, 2, 3)]

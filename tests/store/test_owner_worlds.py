@@ -41,7 +41,7 @@ class Running:
     """A turn that was begun."""
 
     name: str
-    made: int  # Talk.made of its conversation
+    made: int  # when its conversation was created; tells a recreated conversation from the deleted one
     request_id: str
     turn_id: int
     attempt: int

@@ -318,7 +318,7 @@ def test_the_tool_calls_setting_selects_a_style() -> None:
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
 def test_a_call_written_by_a_template_is_read(family: Family) -> None:
-    """Parts and texts equal those from the tokens of such a reply."""
+    """The parts and texts of the call's tokens are computed as for a generated reply."""
     tokenizer, template = tokenizer_of(family), template_of(family)
     call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
     messages = (Message("user", "hi"), Message("assistant", tool_calls=(call,)))

@@ -1,4 +1,4 @@
-"""Render replies as messages of Anthropic's API, whole or as events, and errors.
+"""Render replies for Anthropic's API, as whole messages or as stream events. Also render errors.
 
     Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": SIGNATURE}
     Text                        {"type": "text", "text": …}

@@ -84,7 +84,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def EvictConversation(
         self, request: pb.EvictConversationRequest, context: Any
     ) -> pb.EvictConversationResponse:
-        tenant = await self._owner(request.conversation_id, request.tenant)
+        tenant = await self._tenant_of(request.conversation_id, request.tenant)
         key = cache_key(tenant, request.conversation_id)
         to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
         answer = await self.daemon.engine.query(
@@ -121,7 +121,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ExplainConversation(
         self, request: pb.ExplainConversationRequest, context: Any
     ) -> pb.ExplainConversationResponse:
-        tenant = await self._owner(request.conversation_id, request.tenant)
+        tenant = await self._tenant_of(request.conversation_id, request.tenant)
         key = cache_key(tenant, request.conversation_id)
         answer = await self.daemon.engine.query(lambda number: Explain(number, key))
         history = self.daemon.config.history
@@ -214,7 +214,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._stop()
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
-    async def _owner(self, conversation_id: str, tenant: str) -> str:
+    async def _tenant_of(self, conversation_id: str, tenant: str) -> str:
         """Return `tenant`. If it is empty, return the only tenant that has the conversation."""
         threads, reader = self.daemon.threads, self.daemon.reader
         tenants = await threads.in_read_thread("", reader.tenants_of, conversation_id)

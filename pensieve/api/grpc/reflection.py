@@ -120,7 +120,7 @@ class Reflection:
                 server_streaming=method.gives_stream,
             )
         kinds = (kind for method in methods.values() for kind in (method.request, method.response))
-        for kind in _with_fields(kinds):
+        for kind in _with_nested_types(kinds):
             message = file.message_type.add()
             kind.CopyToProto(message)
             for field in (field for field in message.field if field.type_name):
@@ -131,7 +131,8 @@ class Reflection:
         self._pool.AddSerializedFile(file.SerializeToString())
 
 
-def _with_fields(kinds: Iterable[Descriptor]) -> list[Descriptor]:
+def _with_nested_types(kinds: Iterable[Descriptor]) -> list[Descriptor]:
+    """Return these message types and the message types of their fields, without repeats."""
     found: dict[str, Descriptor] = {}
     waiting = list(kinds)
     while waiting:

@@ -37,8 +37,8 @@ ATTEMPTS_MAX = 3  # attempts to delete an item, if the conversation changes mean
 PENDING_MAX = 100  # per conversation, because the number of messages of a turn is limited
 WINDOW = 16  # number of messages that are read at once in descending order
 ONLY_LAST = (
-    "only the last item of a conversation can be deleted; it must be pending or from a reply, "
-    "and the only item of its message"
+    "only the last item of a conversation can be deleted, and only if it is pending or a reply, "
+    "and is the only item of its message"
 )
 
 
@@ -120,7 +120,7 @@ class ConversationEndpoints:
         )
         waiting = as_stored(after.messages, seen.conversation)
         added = waiting[len(waiting) - len(messages) :]
-        return _listed([item for each in added for item in self._of(each, seen)])
+        return _listed([item for each in added for item in self._items_of_message(each, seen)])
 
     async def get_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         seen = await self._seen(exchange, by)
@@ -146,7 +146,7 @@ class ConversationEndpoints:
             named = message
             is_last = message.index == seen.conversation.num_messages + len(seen.pending) - 1
             is_beginning = not (seen.pending or message.finish_reason)
-            if not is_last or is_beginning or self._of(message, seen) != [item]:
+            if not is_last or is_beginning or self._items_of_message(message, seen) != [item]:
                 raise Refusal("item_id", ONLY_LAST)
             try:
                 return _described(await conversations.delete_last(seen.conversation, seen.pending))
@@ -182,7 +182,9 @@ class ConversationEndpoints:
             conversation, pending, await self._stored.first_number(conversation)
         )
 
-    def _of(self, message: records.StoredMessage, seen: ConversationItems) -> list[dict[str, Any]]:
+    def _items_of_message(
+        self, message: records.StoredMessage, seen: ConversationItems
+    ) -> list[dict[str, Any]]:
         place = Place(seen.tag, seen.first_number + message.index)
         return items_of(message, place, self._requests.cutter(seen.conversation.tools))
 
@@ -200,7 +202,7 @@ class ConversationEndpoints:
         first = None if after is None else after[0]
         num_messages = 0
         async for message in walk(seen, first):
-            items = list(enumerate(self._of(message, seen)))
+            items = list(enumerate(self._items_of_message(message, seen)))
             for part, item in reversed(items) if descending else items:
                 at = (message.index, part)
                 if after is None or (at < after if descending else at > after):
@@ -248,7 +250,7 @@ class ConversationEndpoints:
         else:
             found = [each for each in seen.waiting if each.index == index]
         for message in found:
-            for item in self._of(message, seen):
+            for item in self._items_of_message(message, seen):
                 if item["id"] == item_id:
                     return message, item
         raise no_item()

@@ -150,7 +150,7 @@ def _token(tokens: ReplyTokens, number: int) -> ReplyTokens:
     return ReplyTokens(tokens.token_ids[only], tokens.texts[only], tokens.finish, *columns)
 
 
-Event = dict[str, Any]  # without sequence number
+Event = dict[str, Any]  # ResponseStream adds the sequence number
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 

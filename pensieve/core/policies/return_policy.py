@@ -5,8 +5,8 @@
 The return_ratio and the worth come from a model of returns (return_model.py). A value is the seconds of
 recompute saved per second of keeping the chunk. A conversation's return_ratio is known when its turn ends. It
 and the cost determine the value class of a chunk. The worth changes with time, but in the same way for all
-conversations. So a queue keeps its order (queue.py). The absence that a client announces is a trait like the
-others, with a learned weight.
+conversations. So a queue keeps its order (queue.py). The model of returns gives each trait of a
+conversation a learned weight. The absence that a client announces is one of these traits.
 
 The model may be wrong, especially when the workload changes, and many conversations may return one after the
 other, which is a scan. So three orders of eviction are compared: by learned value, plain lru, and by learned
@@ -44,7 +44,7 @@ class ReturnPolicy:
         self._chunk_tokens = chunk_tokens
         self._least_cost = cost.chunk_seconds(0)
         self._steps = CostSteps(cost, chunk_tokens, VALUE_CLASS_RATIO)
-        self._of_value_class = [
+        self._value_of_class = [
             self._least_cost * VALUE_CLASS_RATIO ** (i - UNIT_VALUE_CLASS)
             for i in range(NUM_VALUE_CLASSES)
         ]
@@ -89,7 +89,7 @@ class ReturnPolicy:
     def value(self, value_class: int, idle_seconds: float) -> float:
         if self.trial.followed is Order.LRU:
             return self._least_cost / max(idle_seconds, 1e-9)
-        return self._of_value_class[value_class] * self.model.worth(idle_seconds)
+        return self._value_of_class[value_class] * self.model.worth(idle_seconds)
 
     def worth_swapping_in(self, chunk_index: int) -> bool:
         context = (chunk_index + 1) * self._chunk_tokens

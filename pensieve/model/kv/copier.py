@@ -332,7 +332,7 @@ class CudaCopier(Copier):
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
         if swap_ins:
-            moves = self._memory.prepared_to_cross(PageMoves.from_swap_ins(swap_ins))
+            moves = self._memory.prepared_for_swap(PageMoves.from_swap_ins(swap_ins))
             ready = self._streams.record(self._streams.compute)
             job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
             with self._changed:
@@ -344,7 +344,7 @@ class CudaCopier(Copier):
                 self._swap_ins.append(job)
                 self._launch_swap_ins(LAYERS_AHEAD)
         if swap_outs:
-            moves = self._memory.prepared_to_cross(PageMoves.from_swap_outs(swap_outs))
+            moves = self._memory.prepared_for_swap(PageMoves.from_swap_outs(swap_outs))
             ids = tuple(each.copy_id for each in swap_outs)
             after = self._streams.record(self._streams.compute)
             with self._changed:

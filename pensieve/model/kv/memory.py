@@ -234,7 +234,7 @@ class KVMemory:
         sources, targets, num_slots = (upload(each, device) for each in moves[:3])
         return PageMoves(sources, targets, num_slots)
 
-    def prepared_to_cross(self, moves: PageMoves) -> PageMoves:
+    def prepared_for_swap(self, moves: PageMoves) -> PageMoves:
         """Prepare the moves for `swap_in` or `swap_out`."""
         if not self._copies_batches:
             return self.prepared(moves)
@@ -256,23 +256,23 @@ class KVMemory:
         copy_pages(self.device_arena[layer], self.device_arena[layer], *moves[:3])
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
-        self._cross(self.host_arena[layer], self.device_arena[layer], moves)
+        self._copy_between_tiers(self.host_arena[layer], self.device_arena[layer], moves)
 
     def swap_out(self, layer: int, moves: PageMoves) -> None:
-        self._cross(self.device_arena[layer], self.host_arena[layer], moves)
+        self._copy_between_tiers(self.device_arena[layer], self.host_arena[layer], moves)
 
     def load(self, layer: int, arena: int, moves: PageMoves) -> None:
         """Copy host pages of a layer to a staging arena."""
         if len(moves.num_slots):
-            self._cross(self.host_arena[layer], self.staging_arena[arena], moves)
+            self._copy_between_tiers(self.host_arena[layer], self.staging_arena[arena], moves)
 
     def store(self, layer: int, arena: int, moves: PageMoves) -> None:
         """Copy a staging arena's pages to host pages of a layer."""
         if len(moves.num_slots):
-            self._cross(self.staging_arena[arena], self.host_arena[layer], moves)
+            self._copy_between_tiers(self.staging_arena[arena], self.host_arena[layer], moves)
 
     @staticmethod
-    def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
+    def _copy_between_tiers(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
         if moves.pieces is None:
             copy_pages(source, target, *moves[:3], mapped=True)
             return

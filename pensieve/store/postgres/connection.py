@@ -204,7 +204,7 @@ class Address:
 
 
 class PostgresLanes:
-    """The writing connections of a process. A thread uses one of them during its block."""
+    """The writing connections of a process. A thread has one of them while it is inside `writing()`."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class PostgresLanes:
         )
 
     def note_wiped(self) -> None:
-        """Note that bodies were wiped. PostgresErasure then deletes their rows (backend.py)."""
+        """Record that bodies were wiped. PostgresErasure then deletes their rows (backend.py)."""
         self.has_wiped = True
 
     @contextlib.contextmanager

@@ -42,6 +42,7 @@ HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of digits of a numeric escape
 
 
 def pythonic(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
+    """`needs_mark` has no effect, because this format has no mark at the beginning of a call."""
     if (yield) != "[":
         raise NoCall
     character = yield from nonspace()

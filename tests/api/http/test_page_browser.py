@@ -86,17 +86,17 @@ def opened(
     is_quiet: bool = True,
     **more: Any,
 ) -> Iterator[Any]:
-    """Open the page. `is_quiet`: its console must stay empty, also of violations of the page's policy."""
+    """Open the page. `is_quiet`: the console, which also reports violations of its CSP, must stay empty."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **more)
-    page, told = context.new_page(), []
-    page.on("console", lambda message: told.append(message.text))
-    page.on("pageerror", lambda error: told.append(str(error)))
+    page, console = context.new_page(), []
+    page.on("console", lambda message: console.append(message.text))
+    page.on("pageerror", lambda error: console.append(str(error)))
     try:
         page.goto(rig.url)
         yield page
     finally:
         context.close()
-    assert told == [] or not is_quiet
+    assert console == [] or not is_quiet
 
 
 def say(page: Any, text: str) -> str:
@@ -150,7 +150,7 @@ def history(rig: HttpRig, page: Any) -> list[Any]:
     return rig.rig.messages(named(page).get_attribute("data-id"))
 
 
-def told(page: Any) -> list[str]:
+def user_messages(page: Any) -> list[str]:
     return [each.inner_text() for each in page.locator("article.user .body").all()]
 
 
@@ -164,27 +164,27 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         assert re.match(
             r"[1-9]\d*\s% of the prompt came from memory", say(page, "What is my name?")
         )
-        assert told(page) == ["My name is Ada.", "What is my name?"]
+        assert user_messages(page) == ["My name is Ada.", "What is my name?"]
 
         act(page, "user", 1, "Edit message")
         page.get_by_label(EDIT).fill("Who am I?")
         with page.expect_response(SEND):
             page.locator(".edit").get_by_role("button", name="Send").click()
         expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
-        assert told(page) == ["My name is Ada.", "Who am I?"]
-        assert [each.content for each in history(tiny, page)][::2] == told(page)
+        assert user_messages(page) == ["My name is Ada.", "Who am I?"]
+        assert [each.content for each in history(tiny, page)][::2] == user_messages(page)
 
         revision = history(tiny, page)[-1].revision
         with page.expect_response(SEND):
             act(page, "reply", 1, "Write another reply")
         expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
         expect(page.locator("#send")).to_be_visible()
-        assert told(page) == ["My name is Ada.", "Who am I?"]
+        assert user_messages(page) == ["My name is Ada.", "Who am I?"]
         assert history(tiny, page)[-1].revision > revision
 
         act(page, "user", 1, "New conversation from before this message")
         expect(named(page)).to_have_text("Fork of My name is Ada.")
-        assert told(page) == ["My name is Ada."]
+        assert user_messages(page) == ["My name is Ada."]
         assert [each.token_ids for each in history(tiny, page)] == [
             each.token_ids for each in first
         ]
@@ -192,7 +192,7 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         act(page, "reply", 0, "New conversation from here")
         expect(page.locator("article.user")).to_have_count(1)
         expect(named(page)).to_have_text("Fork of My name is Ada.")
-        assert told(page) == ["My name is Ada."]
+        assert user_messages(page) == ["My name is Ada."]
 
 
 def test_another_reply_in_the_middle_asks_first(browser: Any, slow: HttpRig) -> None:
@@ -209,14 +209,14 @@ def test_another_reply_in_the_middle_asks_first(browser: Any, slow: HttpRig) -> 
         expect(box).to_contain_text("4 later messages will be removed.")
         page.get_by_role("button", name="Cancel").click()
         expect(buttons.first).to_be_focused()
-        assert told(page) == ["One.", "Two.", "Three."]
+        assert user_messages(page) == ["One.", "Two.", "Three."]
         assert len(history(slow, page)) == 6
         act(page, "reply", 1, earlier)
         expect(box).to_contain_text("2 later messages will be removed.")
         with page.expect_response(SEND):
             page.click("#ask-yes")
         expect(page.locator("article.reply .cost")).to_have_count(2)
-        assert told(page) == ["One.", "Two."]
+        assert user_messages(page) == ["One.", "Two."]
         assert [each.content for each in history(slow, page)][::2] == ["One.", "Two."]
         expect(buttons.first).to_have_attribute("title", earlier)
         expect(buttons.last).to_have_attribute("title", AGAIN)
@@ -265,7 +265,7 @@ def test_an_edit_keeps_the_lines_of_a_message(browser: Any, slow: HttpRig) -> No
         expect(page.locator("article.user .body")).to_be_hidden()
         page.keyboard.press("Escape")
         expect(field).to_have_count(0)
-        assert told(page) == [text]
+        assert user_messages(page) == [text]
         assert focused(page) == "Edit message"
         page.keyboard.press("Enter")
         page.keyboard.press("Control+End")
@@ -275,7 +275,7 @@ def test_an_edit_keeps_the_lines_of_a_message(browser: Any, slow: HttpRig) -> No
             page.keyboard.press("Enter")
         expect(page.locator("article.reply .cost")).to_be_visible()
         expect(field).to_have_count(0)
-        assert told(page) == [f"{text}\n- three"]
+        assert user_messages(page) == [f"{text}\n- three"]
         assert history(slow, page)[0].content == f"{text}\n- three"
 
 
@@ -440,7 +440,7 @@ def test_several_conversations_stream_at_the_same_time(browser: Any, slow: HttpR
         page.keyboard.press("Escape")
         expect(page.locator("#send")).to_be_visible()
         expect(runs).to_have_count(0)
-        assert told(page) == ["Endless 3."]
+        assert user_messages(page) == ["Endless 3."]
     assert slow.rig.num_live == 0
 
 
@@ -626,9 +626,9 @@ def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
             say(page, "A long message of many words, so that its echo would be long.")
         sampling = json.loads(sent.value.post_data)["sampling"]
         assert sampling == {"temperature": 0.3, "max_tokens": 5}
-        told = history(slow, page)
-        assert (told[0].role, told[0].content) == (pb.ROLE_SYSTEM, "Be brief.")
-        assert told[-1].finish_reason == pb.FINISH_REASON_LENGTH
+        stored = history(slow, page)
+        assert (stored[0].role, stored[0].content) == (pb.ROLE_SYSTEM, "Be brief.")
+        assert stored[-1].finish_reason == pb.FINISH_REASON_LENGTH
         expect(page.locator("article.reply")).to_contain_text("reached its maximum length")
         expect(page.locator("article.system")).to_contain_text("Be brief.")
         expect(page.locator("#settings-used")).to_contain_text("system prompt")
@@ -790,7 +790,7 @@ def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
         page.fill("#text", "A draft.")
         example.click()
         expect(page.locator("article.reply .cost")).to_be_visible()
-        assert told(page) == [text]
+        assert user_messages(page) == [text]
         expect(page.locator("#text")).to_have_value("")
         page.click("#new")
         expect(page.locator(".examples button")).to_have_count(4)
@@ -931,7 +931,7 @@ def test_the_page_asks_for_a_token(browser: Any, tmp_path: Path) -> None:
             expect(page.get_by_role("alert")).to_be_visible()
 
 
-def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig) -> None:
+def test_the_page_reports_a_lost_daemon_and_a_retry_runs_once(browser: Any, slow: HttpRig) -> None:
     with opened(browser, slow, is_quiet=False) as page:
         memory = "**/pensieve/memory"
         page.route(memory, lambda route: route.abort())
@@ -950,12 +950,12 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         page.press("#text", "Enter")
         alert = page.get_by_role("alert")
         expect(alert).to_contain_text("The reply was interrupted. The connection")
-        assert told(page) == ["Said once."]
+        assert user_messages(page) == ["Said once."]
         page.fill("#text", "The next one.")
         page.unroute(SEND)
         page.get_by_role("button", name="Try again").click()
         expect(page.locator("article.reply .cost")).to_be_visible()
-        assert told(page) == ["Said once."]
+        assert user_messages(page) == ["Said once."]
         assert [each.content for each in history(slow, page)][0::2] == ["Said once."]
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(page.locator("#text")).to_have_value("The next one.")
@@ -984,7 +984,7 @@ def test_a_retry_sends_the_refused_message(browser: Any, slow: HttpRig) -> None:
             page.get_by_role("button", name="Try again").click()
         assert json.loads(again.value.post_data)["request_id"] not in sent
         expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
-        assert told(page) == ["Hello.", "Refused at first."]
+        assert user_messages(page) == ["Hello.", "Refused at first."]
         expect(page.locator("#text")).to_have_value("Something else.")
 
 
@@ -1008,7 +1008,7 @@ def test_a_refused_message_and_the_next_draft_are_kept(browser: Any, slow: HttpR
             page.get_by_role("button", name="Try again").click()
             expect(page.locator("article.reply .cost").last).to_be_visible()
             expect(page.locator("#send")).to_be_visible()
-            assert told(page) == [*before, "Refused."]
+            assert user_messages(page) == [*before, "Refused."]
             page.fill("#text", "")
 
 
@@ -1043,7 +1043,7 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
             expect(reply).to_contain_text("Half a reply")
             expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
             expect(page.locator(".waiting, .running")).to_have_count(0)
-            assert told(page) == ["A long\nquestion."]
+            assert user_messages(page) == ["A long\nquestion."]
             expect(named(page)).to_have_text("A long question.")
             page.get_by_role("button", name="another one", exact=True).click()
             expect(reply).to_have_text("ReplyYes.")
@@ -1054,18 +1054,18 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         expect(page.locator(".welcome")).to_have_count(0)
         expect(reply).to_contain_text("Half a reply")
         expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
-        assert told(page) == ["A long\nquestion."]
+        assert user_messages(page) == ["A long\nquestion."]
         page.unroute(SEND)
         page.get_by_role("button", name="Try again").click()
         expect(page.locator(".cost")).to_be_visible()
-        assert told(page) == ["A long\nquestion."]
+        assert user_messages(page) == ["A long\nquestion."]
         act(page, "user", 0, "Edit message")
         page.get_by_label(EDIT).fill("A short question.")
         page.keyboard.press("Enter")
         expect(named(page)).to_have_text("A short question.")
 
 
-def test_an_interrupted_question_is_removed_only_after_a_question(
+def test_an_interrupted_message_is_removed_only_after_confirmation(
     browser: Any, slow: HttpRig
 ) -> None:
     half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
@@ -1082,7 +1082,7 @@ def test_an_interrupted_question_is_removed_only_after_a_question(
         expect(box).to_contain_text("“Interrupted.” and its partial reply will be removed.")
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("#text")).to_have_value("Another one.")
-        assert told(page) == ["Hello.", "Interrupted."]
+        assert user_messages(page) == ["Hello.", "Interrupted."]
         act(page, "reply", 0, AGAIN)
         expect(page.locator("#ask")).to_contain_text("2 later messages will be removed.")
         page.get_by_role("button", name="Cancel").click()
@@ -1101,7 +1101,7 @@ def test_an_interrupted_question_is_removed_only_after_a_question(
         page.press("#text", "Enter")
         page.click("#ask-yes")
         expect(page.locator("article.reply .cost")).to_have_count(2)
-        assert told(page) == ["Hello.", "Another one."]
+        assert user_messages(page) == ["Hello.", "Another one."]
 
 
 def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRig) -> None:
@@ -1119,8 +1119,8 @@ def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRi
         page.press("#text", "Enter")
         expect(page.locator("article.reply .cost")).to_be_visible()
         expect(page.locator("#ask")).to_be_hidden()
-        assert told(page) == ["Stored.", "Another one."]
-        assert [each.content for each in history(slow, page)][::2] == told(page)
+        assert user_messages(page) == ["Stored.", "Another one."]
+        assert [each.content for each in history(slow, page)][::2] == user_messages(page)
 
 
 def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRig) -> None:
@@ -1137,7 +1137,7 @@ def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRi
         expect(page.get_by_role("alert")).to_have_count(0)
         page.press("#text", "Enter")
         expect(page.locator("article.reply .cost")).to_be_visible()
-        assert told(page) == ["Hello.", "For this conversation."]
+        assert user_messages(page) == ["Hello.", "For this conversation."]
         page.reload()
         page.click("#new")  # before the list is loaded
         held.pop().continue_()
@@ -1165,7 +1165,7 @@ def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
         assert first["request_id"] == second["request_id"]
         expect(named(page)).to_have_text(re.compile("^Reloaded."))
         expect(reply).to_contain_text(early)
-        assert told(page) == ["Reloaded."]
+        assert user_messages(page) == ["Reloaded."]
         expect(runs).to_have_count(2)
         expect(page.locator("#text")).to_have_value("")
         page.wait_for_timeout(6000)  # the daemon gives up a turn without a reader after 5 s
@@ -1178,7 +1178,7 @@ def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
             assert [each.content for each in history(slow, page)][::2] == [text]
         page.reload()
         expect(page.locator("article.reply .ended")).to_be_visible()
-        assert told(page) == ["Left behind."]
+        assert user_messages(page) == ["Left behind."]
         expect(page.get_by_role("alert")).to_have_count(0)
 
 
@@ -1255,7 +1255,7 @@ def test_a_message_waits_while_the_model_loads(browser: Any, slow: HttpRig) -> N
         assert not [each for each in sent if each.endswith(("CreateConversation", "SendMessage"))]
         page.click("#send")
         expect(page.locator("article.reply .cost")).to_be_visible()
-        assert told(page) == ["Wait for it."]
+        assert user_messages(page) == ["Wait for it."]
 
 
 def focused(page: Any) -> str:
@@ -1279,7 +1279,7 @@ def test_the_keyboard_is_enough(browser: Any, tiny: HttpRig) -> None:
         page.keyboard.type("alone.")
         page.keyboard.press("Enter")
         expect(page.locator("article.reply .cost")).to_be_visible()
-        assert told(page) == ["By hand\nalone."]
+        assert user_messages(page) == ["By hand\nalone."]
         expect(page.locator("#text")).to_be_focused()
         tab_to(page, "New conversation from here", "Shift+Tab")
         page.keyboard.press("Enter")
@@ -1400,7 +1400,7 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
         say(page, "Small.")
         page.get_by_role("button", name="New conversation", exact=True).click()
         expect(page.locator(".examples")).to_be_visible()
-        assert told(page) == []
+        assert user_messages(page) == []
 
 
 def test_a_touch_screen_has_menus_and_large_buttons(browser: Any, slow: HttpRig) -> None:

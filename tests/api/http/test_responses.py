@@ -242,7 +242,9 @@ def test_a_background_response_fails_if_the_daemon_stops(tmp_path: Path) -> None
 def test_a_response_is_stored_in_the_transaction_of_its_turn(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with http_rig(data, model=True) as server:
-        server.rig.call(_stop_keeping(server))  # after the reply's own transaction
+        server.rig.call(
+            _stop_keeping(server)
+        )  # from here on, only a turn's own transaction writes a response
         first = respond(server, "One.")
     with http_rig(data, model=True) as server:
         path = f"/v1/responses/{first.value['id']}"
@@ -520,15 +522,15 @@ def test_a_tenant_can_continue_only_its_own_responses(tmp_path: Path) -> None:
     ada, bob = ({"authorization": f"Bearer {name}"} for name in names)
     with http_rig(tmp_path / "data", http={"tokens": tokens}) as server:
 
-        def places(previous: str | None, headers: Mapping[str, str]) -> Answer:
+        def respond_as(previous: str | None, headers: Mapping[str, str]) -> Answer:
             body = {"model": MODEL, "input": "Hi.", "max_output_tokens": 4}
             more = {"previous_response_id": previous} if previous else {}
             return server.ask("POST", "/v1/responses", body | more, headers)
 
-        first = places(None, ada)
+        first = respond_as(None, ada)
         name = first.value["id"]
-        bound = [first, places(name, ada), places(name, ada)]
+        bound = [first, respond_as(name, ada), respond_as(name, ada)]
         assert [each.headers["x-pensieve-bound"] for each in bound] == ["new", "appended", "forked"]
         assert server.ask("GET", f"/v1/responses/{name}", headers=ada).status == 200
         assert server.ask("GET", f"/v1/responses/{name}", headers=bob).status == 404
-        assert places(name, bob).status == 404
+        assert respond_as(name, bob).status == 404
