@@ -64,12 +64,15 @@ class OneThread:
 
 
 def turn_ends(
-    turns: Turns, history: History, tell: Callable[[EngineMessage | None], Any]
+    turns: Turns, history: History, try_put: Callable[[EngineMessage | None], Any]
 ) -> TurnEnds:
-    """Return a TurnEnds that works at once, without readers or limits. `tell` gets messages to the engine."""
+    """Return a TurnEnds that works at once, without readers or limits. `try_put` gets messages to the engine."""
     threads: Any = OneThread()
     followers = TurnFollowers(threads, FollowerLimits(0.0, 0.0, 0), lambda live: None)
-    engine, admission = cast(Any, SimpleNamespace(tell=tell)), Admission(1, {}, threads.time())
+    engine, admission = (
+        cast(Any, SimpleNamespace(try_put=try_put)),
+        Admission(1, {}, threads.time()),
+    )
     return TurnEnds(turns, followers, history, threads, engine, admission, TurnEvents())
 
 

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -204,6 +205,7 @@ def test_reads_wait_for_commits_that_the_standby_does_not_have_yet(
         postgres.execute("SELECT pg_reload_conf()")
         while postgres.execute("SHOW synchronous_standby_names") != [(names,)]:
             pass
+        time.sleep(0.5)  # until the server's checkpointer has the new setting, too
 
     with ThreadPoolExecutor(1) as pool:
         names_of_standbys("nobody")
