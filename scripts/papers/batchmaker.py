@@ -85,9 +85,9 @@ class Load(NamedTuple):
             for runs in by_seed
         )
 
-    def overloaded(self, simulate: Simulate) -> Spread:
-        """Return the throughput under OVERLOAD, whatever the latency."""
-        return Spread(run.throughput() for run in self.runs(simulate, OVERLOAD))
+    def overloaded(self, simulate: Simulate, rate: float = OVERLOAD) -> Spread:
+        """Return the throughput at a rate above any policy's peak, whatever the latency."""
+        return Spread(run.throughput() for run in self.runs(simulate, rate))
 
     def _arrivals(self, rate: float, seed: int) -> Iterator[Arrival]:
         rng, now = random.Random(seed), 0.0
@@ -337,9 +337,8 @@ def figure_2_13(extent: Extent) -> Iterator[Row]:
             "the simulator has no cost but the steps and gathers"
         )
         padding = graphs(partial(Padding, 10, 256, True), workers=workers)
-        padding_peak = load(1.5).peak(
-            padding, *(paper * part for part in (0.4, 0.6, 0.8, 1.0, 1.2))
-        )
+        # Without a bound of the latency: the P90 of this padding can be above the bound at any rate.
+        padding_peak = load(1.5).overloaded(padding, 1.5 * paper)
         name = f"{on}: peak, cellular over padding, full first"
         yield row(name, about(1.6), ratio(peak, padding_peak)).because(
             "the paper's padding takes strict turns; full first is stronger, and nears the limit of the GPUs"
