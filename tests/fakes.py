@@ -304,7 +304,9 @@ class _Staging:
         stops = [0, *(group.stop_slice for group in self._groups)]
         first = self._groups[0].first_slice
         assert [group.first_slice for group in self._groups] == [first, *stops[1:-1]]
-        assert stops[-1] == len(iteration.slices), "a slice is in no group, behind the groups"
+        assert stops[-1] == len(iteration.slices), (
+            "a slice after the last group belongs to no group"
+        )
         stored: dict[int, int] = {}
         for number, group in enumerate(self._groups):
             pages = group.host_pages.tolist()

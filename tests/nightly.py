@@ -184,7 +184,7 @@ def papers(night: Night, log: Path, outcome: Outcome) -> None:
 
 
 def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
-    """Run storms of three minutes on clusters: half with a short lease, half on PostgreSQL."""
+    """Run storms of three minutes: on SQLite and on PostgreSQL, with a short and a long lease."""
     number, folder = night.amount(8), log.with_suffix("")
     for store, lease in itertools.product(("", "postgresql"), ("2", "10")):
         first = 10_000 * (night.number + 1)

@@ -177,7 +177,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         output["left_out"] = dict(_left_out(session.config))
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist: all workers have collected the same tests
+@pytest.hookimpl(optionalhook=True)  # a hook of xdist; all workers collect the same tests
 def pytest_testnodedown(node: object, error: object) -> None:
     config: pytest.Config = getattr(node, "config")  # noqa: B009
     found: dict[str, int] = getattr(node, "workeroutput", {}).get("left_out", {})

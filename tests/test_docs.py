@@ -136,7 +136,9 @@ def test_every_row_of_faults_names_tests_that_exist() -> None:
         cell = row.strip("|").rpartition(" | ")[2]
         named = re.findall(r"([\w/]+\.py) \(([^)]+)\)", cell)
         assert named, f"no test shows what happens: {row}"
-        assert len(named) == cell.count(".py"), f"which tests of these files? {cell}"
+        assert len(named) == cell.count(".py"), (
+            f"name the tests of each file in parentheses: {cell}"
+        )
         for file, names in named:
             source = (ROOT / "tests" / file).read_text(encoding="utf-8")
             for name in re.findall(r"`(\w+)`", names):

@@ -136,7 +136,7 @@ def with_generation_of(
 
 
 def _generation(application: Mapping[str, Any]) -> str:
-    """Return the generation number; "" before the first roll."""
+    """Return the generation number; "" if `pensieve cluster roll` has never run."""
     for each in application.get("deployments") or ():
         if each["name"] == REPLICA:
             options = each.get("ray_actor_options") or {}

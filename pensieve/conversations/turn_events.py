@@ -62,7 +62,8 @@ class TurnEvents:
     def __init__(self) -> None:
         # The store has the turn. The engine gets it once all subscribers have returned.
         self.begun = AwaitedSignal[[LiveTurn]]()
-        # The engine has room for the turn. Second argument: missing tokens of its context to compute.
+        # The engine has room for the turn. Second argument: the number of context tokens whose KV must be
+        # computed.
         self.admitted = Signal[[LiveTurn, int]]()
         self.first_token = Signal[[LiveTurn]]()
         # The end is stored and the readers can see it. Second argument: the loop's time.

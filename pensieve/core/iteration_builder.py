@@ -217,13 +217,13 @@ class IterationBuilder:
         return self.num_tokens - self.num_background - self.num_decodes
 
     def limit(self, num_tokens: int) -> None:
-        """Limit the tokens that may still be added to `num_tokens`."""
+        """Allow at most `num_tokens` more tokens."""
         over = max(self.num_tokens_left - num_tokens, 0)
         self.num_tokens_max -= over
         self.num_tokens_left -= over
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
-        """Add slices of the turn's missing positions, lowest first, up to the budget; return their number."""
+        """Add slices of the turn's missing positions, lowest first, up to the budget; return how many."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)

@@ -397,7 +397,7 @@ class PrefixTree:
         """Let a conversation's path begin with the path of `chunk`, in place of its own first chunks.
 
         The caller must ensure that both paths have the same tokens, as far as the conversation's path goes.
-        Return False and change nothing if another conversation also holds chunks of this path after `chunk`.
+        Return False and change nothing if another conversation also holds later chunks of `conversation`.
         """
         end, branch = chunk.index + 1, chunk.branch
         assert branch is not None

@@ -9,18 +9,16 @@ pysqlite3 contains a fixed SQLite and is used if installed.
 without that bug. Only one daemon writes at a time: transactions are IMMEDIATE, and a writer begins one only
 while it holds the writers' lock. Other operations are safe, too:
 
-    recovery     The first daemon to open the file recovers the log, while no other process has the file
-                 open, on a connection that it then closes (`_recover`). If a process dies later, while other
-                 daemons run, SQLite recovers only if that process died while writing the header of the -shm
-                 file. This recovery copies unused memory of a running daemon to the -shm file, where it
-                 stays until the last daemon closes the history.
-    truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite
-                 truncates the log only if every frame is in the database and no process reads the log.
-                 Otherwise SQLite reports that it did not truncate, and we try again.
-    wiping       `secure_delete` wipes the pages that the transaction changes, whichever process wrote them
-                 before. After a commit by another process, SQLite reads cached pages again.
-    migrations   run while only one daemon has the file open. Any deletion removes the copies that they make.
-    closing      The last connection moves the log into the database and removes the log.
+    recovery     The first daemon to open the file recovers the log, while no other process has the file open,
+    on a connection that it then closes (`_recover`). If a process dies later, while other daemons run, SQLite
+    recovers only if that process died while writing the header of the -shm file. This recovery copies unused
+    memory of a running daemon to the -shm file, where it stays until the last daemon closes the history.
+    truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite truncates
+    the log only if every frame is in the database and no process reads the log. Otherwise SQLite reports that
+    it did not truncate, and we try again. wiping       `secure_delete` wipes the pages that the transaction
+    changes, whichever process wrote them before. After a commit by another process, SQLite reads cached pages
+    again. migrations   run while only one daemon has the file open. The next deletion removes the copies that
+    they make. closing      The last connection moves the log into the database and removes the log.
 
 **Threads.** The connection may move between threads, but two threads must not use it at once. If they do,
 the second one gets a RuntimeError.
@@ -147,7 +145,7 @@ class WriterConnection:
         """Do nothing: the outcome of a COMMIT is known when it returns."""
 
     def end_stopped(self) -> None:
-        """Do nothing: waiting writers end stopped processes (shared_file.py)."""
+        """Do nothing: a waiting writer kills a suspended writer by itself (shared_file.py)."""
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:

@@ -308,7 +308,7 @@ STORE_QUERIES = (
         """,
     ),
     (
-        "prefix number {}: there is no such conversation of its tenant",
+        "prefix number {}: its conversation does not exist or belongs to another tenant",
         "SELECT conversation FROM prefixes p WHERE NOT EXISTS (SELECT 1 FROM conversations c"
         " WHERE c.conversation = p.conversation AND c.tenant = p.tenant)",
     ),

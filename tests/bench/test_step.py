@@ -93,6 +93,6 @@ def test_the_floor_counts_the_weight_bytes_that_are_read(random_model: Path) -> 
     right = 2 * (2 * layer + 64 + 8000 * 64)
     assert (
         load(random_model).shape.weight_bytes == right + 2 * 4 * 64 + 2 * 8000 * 64
-    )  # the table, too
+    )  # includes the embedding table, which is not read
     read = bench_step.weight_bytes_read(load(random_model))
     assert right <= read <= right * 1.02, shape  # weights are padded

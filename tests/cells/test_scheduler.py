@@ -1,4 +1,4 @@
-"""Graphs are cut into subgraphs, and Algorithm 1 chooses what runs."""
+"""Graphs are cut into subgraphs, and Algorithm 1 of BatchMaker chooses what runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_full_batches_a_type_that_is_not_running_comes_before_one_that_i
     assert made.schedule(1)[0].cell is B  # now both are running
 
 
-def test_after_the_tasks_of_a_type_another_type_gets_its_turn_although_nothing_runs() -> None:
+def test_types_alternate_even_if_all_their_tasks_have_completed() -> None:
     made = scheduler(links(B, 11), leaves(A, 3))
     order = []
     for _ in range(5):
@@ -129,7 +129,7 @@ def test_a_subgraph_with_running_tasks_stays_on_its_worker() -> None:
     assert members(made.schedule(1)) == [[(0, 2)]]
 
 
-def test_another_workers_nodes_do_not_make_a_type_full() -> None:
+def test_nodes_of_another_worker_do_not_count_towards_a_full_batch() -> None:
     made = scheduler(*[links(A, 9)] * 4, links(B, 1))
     made.schedule(0)
     assert made.schedule(1)[0].cell is B
@@ -157,7 +157,7 @@ def test_requests_join_and_leave_between_two_decisions() -> None:
     assert members(made.schedule(0)) == [[(1, 2), (2, 0)], [(1, 3), (2, 1)]]
 
 
-def test_what_an_ended_request_did_not_submit_never_runs() -> None:
+def test_unsubmitted_nodes_of_an_ended_request_never_run() -> None:
     made = scheduler(links(A, 20), links(A, 7))
     first, *others = made.schedule(0)
     assert made.complete(first, {0}) == [0]

@@ -137,7 +137,7 @@ def test_a_status_without_details_has_the_class_of_its_code(
     assert type(error_of(code, "from a proxy", None)) is kind
 
 
-def test_only_temporary_errors_are_retried_a_limited_number_of_times() -> None:
+def test_temporary_errors_are_retried_a_limited_number_of_times_and_others_never() -> None:
     retry = Retry(retries=3, first_seconds=1.0, most_seconds=3.0, drawn=lambda: 1.0)
     away = errors.Unavailable("away")
     assert [retry.pause(away, number, None) for number in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]

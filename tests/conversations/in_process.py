@@ -1,4 +1,4 @@
-"""A history and an engine in the test's own thread, in an order that a seed decides."""
+"""Run a history and an engine in the test's own thread. The test decides the order of their steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OneThread:
 def turn_ends(
     turns: Turns, history: History, try_put: Callable[[EngineMessage | None], Any]
 ) -> TurnEnds:
-    """Return a TurnEnds that works at once, without readers or limits. `try_put` gets messages to the engine."""
+    """Return a TurnEnds that works at once, without readers or limits. `try_put` gets its messages."""
     threads: Any = OneThread()
     followers = TurnFollowers(threads, FollowerLimits(0.0, 0.0, 0), lambda live: None)
     engine, admission = (

@@ -52,7 +52,7 @@ class RawPeer:
         self._lock = threading.Lock()  # protects the reader thread's counters
         self._window = INITIAL_WINDOW
         self._initial = INITIAL_WINDOW
-        self._windows: dict[int, int] = {}  # stream -> bytes that it may send
+        self._windows: dict[int, int] = {}  # stream -> bytes that this peer may still send on it
         self.ended: set[int] = set()  # streams that the server has answered or reset
         self.is_closed = False
         self.num_received: Counter[int] = Counter()  # stream -> bytes of its answer

@@ -49,7 +49,7 @@ def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> 
 
 
 def test_a_draft_of_an_old_revision_cannot_begin(runtime: Runtime) -> None:
-    """A draft must not begin after the log has changed, even if the `expected_revision` was right before."""
+    """A draft must not begin after the log has changed, even if the `expected_revision` was correct."""
     conversations = runtime.conversations
     conversations.create("moved")
     wanted = TurnRequest("moved", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2)))

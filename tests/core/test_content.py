@@ -97,7 +97,7 @@ def test_a_hole_with_new_content_is_not_found_by_its_old_content() -> None:
     assert stage.where("a") == "dd-ddd"
     stage.rewind("a", 10)
     say(stage, "a", [50, 51, 52, 53])
-    say(stage, "b", old[:18])  # the ledger checks what it attends to
+    say(stage, "b", old[:18])  # the fake executor checks what the turn attends to
     stage.scheduler.check(stage.now)
 
 

@@ -196,7 +196,7 @@ def test_an_initial_burst_is_compared_with_an_iteration_without_prompts() -> Non
 
 
 def paced(**changes: Any) -> Stage:
-    """Return a stage where a turn generates. Iterations take 10 ms, 1 ms a token, and 80 ms at most."""
+    """Return a stage with one generating turn: 10 ms per iteration, 1 ms per token, objective 80 ms."""
     times = {"token_seconds": 0.001, "tbt_seconds": 0.08}
     made = Stage(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
     made.ask("writer", 4, 900)
@@ -305,7 +305,7 @@ def test_the_smaller_of_objective_and_limit_applies() -> None:
         assert pieces(world, "reader")[1] == expected
 
 
-def test_no_limit_applies_if_iterations_take_no_time() -> None:
+def test_no_limit_applies_if_the_predicted_time_is_zero() -> None:
     world = paced(foreseen=0.0)
     world.ask("reader", 300, 4)
     assert pieces(world, "reader") == [255, 45]

@@ -57,7 +57,7 @@ class Disk:
         self.connect = self._connect
         self.num_calls = 0
         self.fired: Fault | None = None  # the latest fault that happened
-        self.on_fire: Callable[[Fault], None] = lambda fault: None
+        self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.on_savepoint: Callable[[], None] = lambda: None
         self.commit_fault: Fault | None = None  # happens at the next COMMIT
         self._between = between  # runs other threads while the store's thread waits for the disk
@@ -97,7 +97,7 @@ class Disk:
             carry_out()
         if self._countdown == 0:
             self.fired = fault
-            self.on_fire(fault)
+            self.on_fault(fault)
         if fault.code is None:
             self.die()
             raise ProcessDied

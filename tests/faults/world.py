@@ -86,7 +86,7 @@ class World:
         folder.mkdir()
         self._place = str(folder)
         self.disk = Disk(folder, self._between_statements)
-        self.disk.on_fire = self._fired
+        self.disk.on_fault = self._fired
         self.disk.on_savepoint = self._joined
         begin_with(self.disk.folder, shelf)
 

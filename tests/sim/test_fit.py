@@ -75,7 +75,7 @@ def test_a_fit_finds_the_link_speed_if_iterations_wait_for_copies(tmp_path: Path
 
 
 def test_unobserved_costs_are_noted_and_scaled_in_proportion(tmp_path: Path) -> None:
-    """One conversation runs at a time, with short prompts. Compute limits no iteration; nothing is copied."""
+    """One conversation runs at a time, with short prompts: nothing is compute-bound or copied."""
     arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
     simulated(tmp_path / "j", arrivals, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")

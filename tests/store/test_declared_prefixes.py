@@ -185,5 +185,5 @@ def test_verify_reports_a_prefix_without_its_conversation(
     conn.commit()
     conn.close()
     assert verify(path, driver, None, "") == [
-        "prefix number 99: there is no such conversation of its tenant"
+        "prefix number 99: its conversation does not exist or belongs to another tenant"
     ]

@@ -206,7 +206,7 @@ def test_a_flipped_byte_in_the_file_is_found(
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_a_damaged_page_is_found_and_the_check_stays_due(
+def test_a_damaged_page_is_found_by_both_checks_even_after_a_clean_stop(
     spoken: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
     with writer_of(spoken).reading() as conn:

@@ -1,4 +1,4 @@
-"""Random calls as each family writes them, and replies that are cut into tokens anywhere."""
+"""Random tool calls in the syntax of each model family, and replies that are cut into tokens anywhere."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class HealthEndpoints:
 
 
 class MetricsEndpoint:
-    """`GET /metrics`; needs an operator's token if the daemon uses tokens."""
+    """`GET /metrics`; needs an admin token if the daemon uses tokens."""
 
     def __init__(self, text: Callable[[], Awaitable[str]]) -> None:
         self._text = text

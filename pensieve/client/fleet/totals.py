@@ -37,7 +37,7 @@ WORST = (
 PER_HISTORY = ("history_problems", "scrub_passes")
 NOT_ADDITIVE = ("_p50", "_p90", "_p95", "_p99", "_seconds", "_share", "_used", "_attained")
 # Not added: an uptime, and a mean that is computed from its numerator and denominator.
-NEITHER = ("seconds", "tokens_per_iteration")
+NOT_SUMMED = ("seconds", "tokens_per_iteration")
 QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -103,8 +103,8 @@ def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
 def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
     """Return the total usage of each tenant, by name.
 
-    Limits, and what a tenant has saved up of its rates, apply to each daemon separately. They appear only in
-    the rows of the replicas.
+    Limits, and a tenant's unused allowance under its rate limits, apply to each daemon separately. They
+    appear only in the rows of the replicas.
     """
     by_name: dict[str, list[tuple[str, pb.Tenant]]] = {}
     for each in found:
@@ -172,7 +172,7 @@ def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
         elif name.endswith("_objective_seconds"):
             if len(set(values)) == 1:
                 whole[name] = values[0]
-        elif name not in NEITHER and not name.endswith(NOT_ADDITIVE):
+        elif name not in NOT_SUMMED and not name.endswith(NOT_ADDITIVE):
             whole[name] = sum(values)
     for kind in ("tbt", "ttft"):
         share = _share_attained(found, kind)

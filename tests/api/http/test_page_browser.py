@@ -100,7 +100,7 @@ def opened(
 
 
 def say(page: Any, text: str) -> str:
-    """Send a message. Return the text under the reply: the savings, and the folded counts."""
+    """Send a message. Return the text under the reply: how much was cached, and the token counts."""
     num_replies = page.locator("article.reply").count()
     page.fill("#text", text)
     page.press("#text", "Enter")
@@ -648,7 +648,7 @@ def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
 
 
 def dated(page: Any, days: dict[str, int]) -> None:
-    """Change the times of conversations so that they changed so many days ago."""
+    """Let the list say that each conversation changed this many days ago."""
 
     def change(route: Any) -> None:
         found = route.fetch()

@@ -1,4 +1,4 @@
-"""Sampling parameters are read exactly, or refused by their name in the body."""
+"""Sampling parameters are read exactly, or refused with an error that names the field."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_null_counts_as_absent() -> None:
         (response, "max_output_tokens"),
     ],
 )
-def test_max_tokens_has_the_name_of_the_endpoint(
+def test_each_endpoint_has_its_own_name_for_max_tokens(
     ask: Callable[..., ParsedRequest], name: str
 ) -> None:
     request = ask(**{name: 5})

@@ -44,7 +44,7 @@ def test_a_block_reads_its_rows_and_weights_once(
     touched, missed, by_panel = counted(counting, shape, 2048)
     assert missed <= 1.05 * floor(*shape)
     assert by_panel >= 3.5 * missed
-    # Sums that are stored and loaded again add little to the loads of a step.
+    # Storing and loading partial sums again adds little to the loads of a step.
     rows, inputs, outputs = shape
     assert touched <= 1.15 * (rows // 32 * inputs // 32 * outputs // 32 * 4096)
     # Half the cache, as if two threads shared it.

@@ -97,8 +97,8 @@ def parallel_world(folder: Path, seed: int = 0, kv_dtype: str = "auto") -> Itera
 def traffic(world: World, seed: int) -> Counter[str]:
     """Run random slices, swaps, drops, forks and copies, and return how often each happened.
 
-    Chunks are swapped to other pages through the host, or dropped and recomputed. Forks cut chunks. Some
-    copies are waited for, some are not.
+    Chunks are swapped to other pages through the host, or dropped and recomputed. A fork may begin in the
+    middle of a chunk. Some copies are waited for, some are not.
     """
     rng = random.Random(seed)
     turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
@@ -304,7 +304,9 @@ class Replayer(Recorder):
     def launch(self, iteration: Iteration) -> None:
         index = len(self.iterations)
         recorded = self._recorded.iterations[index]
-        assert without_seeds(iteration) == recorded, f"iteration {index} is another"
+        assert without_seeds(iteration) == recorded, (
+            f"iteration {index} differs from the recorded iteration"
+        )
         super().launch(iteration)
 
     def collect(self) -> Outcome:

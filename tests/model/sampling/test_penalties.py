@@ -30,7 +30,7 @@ def test_presence_does_not_grow_with_the_count_and_frequency_does() -> None:
     assert sampled.logprob == pytest.approx(expected, abs=1e-6)
 
 
-def test_memory_that_follows_the_log_equals_memory_rebuilt_from_it() -> None:
+def test_penalty_counts_kept_between_tokens_equal_counts_rebuilt_from_the_log() -> None:
     """In a reply of 30 tokens, one turn keeps its memory. The other loses it before each token."""
     sampling = Sampling(
         temperature=1.0,
