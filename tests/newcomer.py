@@ -330,7 +330,7 @@ TALK = (
 SERVE = Step("scripts/run serve", serves="ready grpc://")
 REMOTE = (
     Step("pensieve chat --address 127.0.0.1:50051", types=("Hello.\n", "/bye\n")),
-    Step("scripts/run chat", (r"talking through pensieve serve",), types=("/list\n", "/exit\n")),
+    Step("scripts/run chat", (r"using pensieve serve",), types=("/list\n", "/exit\n")),
 )
 ADMIN = (
     Step("pensieve admin info", (r"built-in",)),

@@ -61,11 +61,8 @@ WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
 OURS_TOKENS = 2048  # token budget where the objective cuts prompts
 AIM_SHARE = 0.87  # share of the objective in a search; see above
 OURS, WHOLE_PROMPTS, PREFILL_FIRST = "ours", "whole prompts", "prefill first"
-SCHEDULERS = {
-    "ours": OURS,
-    "whole": WHOLE_PROMPTS,
-    "first": PREFILL_FIRST,
-}  # by their names on the command line
+# By their names on the command line.
+SCHEDULERS = {"ours": OURS, "whole": WHOLE_PROMPTS, "first": PREFILL_FIRST}
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ class SchedulerConfig:
     prompt_seconds_max: float = 0.0  # limit for prompts while other turns generate; 0: no limit
     tbt_seconds: float = 0.0  # objective for the time between two tokens of a reply; 0: none
     cost: IterationCost = SOME_COST  # predicts the time of iterations
-    time_share: int = (
-        0  # after so many reply tokens, a waiting turn may preempt a running one; 0: never
-    )
+    # After this many reply tokens, a waiting turn may preempt a running turn. 0: never.
+    time_share: int = 0
 
     stream: str = "auto"  # one of STREAM: whether turns run with their KV on the host; streaming.py
     copy_seconds: float = COPY_SECONDS  # to copy a chunk from the host to the device

@@ -134,8 +134,8 @@ def section_swap(bench: Bench) -> None:
         pages = len(moves.source_pages)
         run = torch.arange(pages)
         ways = {
-            "scattered": memory.prepared_to_cross(moves),
-            "neighbours": memory.prepared_to_cross(PageMoves(run, run + pages, moves.num_slots)),
+            "scattered": memory.prepared_for_swap(moves),
+            "neighbours": memory.prepared_for_swap(PageMoves(run, run + pages, moves.num_slots)),
         }
         if ways["scattered"].pieces is not None:
             ways["scattered, by the kernel"] = memory.prepared(moves)

@@ -55,9 +55,7 @@ class Load:
     preset: WorkloadPreset
     reaction_seconds: float | None = None
     seconds: float | None = None  # counted time; None: two reaction times, at least a minute
-    warm_seconds: float | None = (
-        None  # before figures count; None: half a reaction time, at least 30
-    )
+    warm_seconds: float | None = None  # not counted; None: half a reaction time, at least 30
     turns_min: int = 1  # shorter conversations are left out
     seed: int = 0
     seconds_per_token: float = 0.03  # speed of replies before the start

@@ -71,7 +71,9 @@ def test_chat_uses_the_daemon_that_holds_its_data_folder(
 ) -> None:
     common = ["chat", "--data", str(daemon.data), "--conversation", "beside", "--max-tokens", "3"]
     assert main([*common, "-q", "Hello there."]) == 0
-    said = f"talking through pensieve serve, pid {daemon.process.pid}, which has {daemon.data}"
+    said = (
+        f"using pensieve serve, pid {daemon.process.pid}, which has the data folder {daemon.data}"
+    )
     assert said in capsys.readouterr().err
     assert asked(daemon, "beside") == ["Hello there."]
     assert main([*common, "some/model", "-q", "Hello."]) == 2
@@ -133,7 +135,7 @@ def test_the_socket_of_a_killed_daemon_is_ignored(
     assert (process.data / "admin.sock").exists()
     flags = ["--device-cache", "2000t", "--host-cache", "0t", "--max-tokens", "3"]
     assert main(["chat", "--data", str(process.data), *flags, "-q", "Hello."]) == 0
-    assert "talking through" not in capfd.readouterr().err
+    assert "which has the data folder" not in capfd.readouterr().err
 
 
 def test_a_journal_is_refused_for_an_engine_without_one(

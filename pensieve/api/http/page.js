@@ -543,11 +543,13 @@ async function fail(turn, error) {
     dropTurn(id);
     if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
     if (isShown && !conversations.has(id)) {
-      const draft = $("text").value;
-      takeText(draft);
       current = null;
-      openDraft("");
-      if (draft) returnText(draft, "");
+      if (draftOf === id) {  // no other conversation is being opened
+        const draft = $("text").value;
+        takeText(draft);
+        openDraft("");
+        if (draft) returnText(draft, "");
+      }
     }
     returnText(request.text, conversations.has(id) ? id : "");
     if (isShown) drawAll(); else drawList();
@@ -582,16 +584,17 @@ async function sendComposed() {
     if (turn?.request.text !== text && !await mayRemoveTurn()) return;
     idle();
   } catch (error) { problem(error); return; }
-  if ($("text").value.trim() !== text) return;  // the same message was sent meanwhile
+  if ($("text").value.trim() !== text) return;  // the text was sent or changed meanwhile
   takeText($("text").value);
   if (turn?.request.text === text) say(turn); else send(text);
 }
 
-// Ask before another message removes an interrupted turn. If the daemon has stored the turn meanwhile, show it instead.
+// Ask before another message removes an interrupted turn. If the daemon has stored the turn meanwhile, show it instead,
+// and return "stored".
 async function mayRemoveTurn() {
   const id = current, turn = turns.get(id);
   if (!turn) return true;
-  if (isStored(turn, await messagesOf(id))) { await show(id); return current === id; }
+  if (isStored(turn, await messagesOf(id))) { await show(id); return current === id && "stored"; }
   const note = `“${firstWords(turn.request.text)}” and its partial reply will be removed. You cannot undo this.`;
   return await ask({ title: "Send another message?", note, yes: "Remove and send", isDanger: true }) && current === id;
 }
@@ -718,7 +721,9 @@ async function edit(message, before, box) {
     if (!text) return;
     try {
       idle();
-      if (!await mayRemoveTurn()) return;
+      const id = current, may = await mayRemoveTurn();
+      if (may === "stored") returnText(text, id);  // the stored reply is shown now, and would be removed without a question
+      if (may !== true) return;
       idle();
       const isNamed = conversations.get(current)?.metadata?.title === firstWords(message.content || "");
       await rewound(before);

@@ -362,7 +362,7 @@ class CpuLayerKernels:
 
     def unsupported_reason(self, weights: LayerWeights) -> str:
         if not weights.attention.needs_only(attention_cpu.KIND_FIELDS):
-            return "the compiled layers do not support its kind of attention"
+            return "the compiled layers do not support the model's kind of attention"
         return ""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> CpuLayer:

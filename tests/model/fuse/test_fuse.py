@@ -148,7 +148,9 @@ def test_layers_with_unsupported_attention_stay_in_torch(
     monkeypatch.setattr(attention_cpu, "KIND_FIELDS", frozenset())
     flat = flat_model("llama-gqa")
     assert flat.whole is None
-    assert flat.form.endswith("layer 0: the compiled layers do not support its kind of attention")
+    assert flat.form.endswith(
+        "layer 0: the compiled layers do not support the model's kind of attention"
+    )
 
 
 def test_the_docs_table_lists_the_families_with_compiled_layers() -> None:
