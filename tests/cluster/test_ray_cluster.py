@@ -454,7 +454,7 @@ def test_zz_down_waits_for_running_turns(cluster: RayCluster, stub: Any) -> None
         conversation_id="last",
         request_id="last-1",
         messages=[pb.NewMessage(content="x")],
-        sampling=pb.Sampling(max_tokens=900, ignore_eos=True),
+        sampling=pb.Sampling(max_tokens=600, ignore_eos=True),
     )
     turn = stub.SendMessage(request, timeout=200)
     assert next(turn).WhichOneof("event") == "started"

@@ -60,8 +60,8 @@ def test_swap_times_the_first_token_of_each_tier(tmp_path: Path) -> None:
 def test_turns_of_daemons_on_one_database_are_counted_and_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "BEGIN_SECONDS", 6.0)
-    found = lanes.measured(f"sqlite://{tmp_path}/history.db", 2, 1, 0.5)
+    monkeypatch.setattr(lanes, "BEGIN_SECONDS", 8.0)  # until both processes have started
+    found = lanes.measured(f"sqlite://{tmp_path}/history.db", 2, 1, 2.0)
     assert found.turns
     assert min(found.turns) > 0
 
