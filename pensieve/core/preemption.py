@@ -86,9 +86,8 @@ class Preemption:
             assert share == running[attempt_id].share, (
                 f"turn {attempt_id} has another share's place"
             )
-        counts = dict(
-            Counter(self._places.values())
-        )  # plain dicts: Counters are equal even if one has an entry of 0
+        # Plain dicts are compared: Counters are equal even if one has an entry of 0.
+        counts = dict(Counter(self._places.values()))
         assert dict(self._num_running) == counts, "running turns are miscounted"
         claims = self.claimant is not None and self.claimant.attempt_id in running
         assert not claims, "a turn that runs still claims a place"
