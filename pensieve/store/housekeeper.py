@@ -4,13 +4,16 @@ The table `housekeeping` has one row, which names a daemon's session. That daemo
 as its session is open and its lease has not expired. Each daemon checks the row when it renews its lease
 (leases.py). If the housekeeper is gone, the daemon puts its own session into the row, with a new epoch. Work
 that takes several transactions, such as a compaction pass, stops when the epoch changes (`fence`). A daemon
-with an exclusive history is always the housekeeper and does not use the row.
+that was suspended is not the housekeeper until it has renewed its lease: another daemon may be in the row.
+A daemon with an exclusive history is always the housekeeper and does not use the row.
 
 Deleted content is erased by the daemon that deleted it, not by the housekeeper.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,10 +27,14 @@ class Housekeeper:
     """Tracks whether this daemon is the housekeeper. Any thread may read `is_ours`."""
 
     def __init__(self, *, is_ours: bool) -> None:
-        self.is_ours = is_ours
         self._is_alone = is_ours
+        self._until = math.inf if is_ours else 0.0  # until when we are the housekeeper, by time.monotonic()
         # our session and epoch, if this daemon is in the row
         self._held: tuple[int, int] | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return time.monotonic() < self._until
 
     def claim_if_free(
         self, conn: Connection, session: int, next_epoch: Callable[[Connection], int]
@@ -46,9 +53,13 @@ class Housekeeper:
             conn.execute("UPDATE housekeeping SET session = ?, epoch = ?", (owner, epoch))
         self._held = (owner, epoch) if owner == session else None
 
-    def claim_committed(self) -> None:
-        """Apply the result of `claim_if_free` after its transaction is committed."""
-        self.is_ours = self._is_alone or self._held is not None
+    def claim_committed(self, lease_until: float) -> None:
+        """Apply the result of `claim_if_free` after its transaction is committed.
+
+        `lease_until`: when the renewed lease expires, by time.monotonic(), or earlier.
+        """
+        if not self._is_alone:
+            self._until = lease_until if self._held is not None else 0.0
 
     def fence(self) -> Callable[[Connection], bool]:
         """Return a function for work that begins now: it tells each transaction whether to continue."""

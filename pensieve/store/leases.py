@@ -55,10 +55,11 @@ class Leases:
         self._renew()
 
     def _renew(self) -> None:
+        began = time.monotonic()
         with self._transactions.writing() as conn:
             self._owners.renew(conn)
             self._housekeeper.claim_if_free(conn, self._owners.session, next_number)
-        self._housekeeper.claim_committed()
+        self._housekeeper.claim_committed(began + self._owners.lease_seconds)
 
     def close(self) -> None:
         """Stop the thread and close the connection. A second call does nothing."""
