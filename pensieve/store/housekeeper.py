@@ -28,7 +28,8 @@ class Housekeeper:
 
     def __init__(self, *, is_ours: bool) -> None:
         self._is_alone = is_ours
-        self._until = math.inf if is_ours else 0.0  # until when we are the housekeeper, by time.monotonic()
+        # by time.monotonic(): until when this daemon is the housekeeper
+        self._until = math.inf if is_ours else 0.0
         # our session and epoch, if this daemon is in the row
         self._held: tuple[int, int] | None = None
 
