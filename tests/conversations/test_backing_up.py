@@ -213,6 +213,13 @@ def test_the_backup_command_copies_a_history_that_no_daemon_serves(
     assert main(["backup", copy, "--data", str(tmp_path / "nowhere")]) == 3
 
 
+def num_messages(backup: Path, target: Path) -> int:
+    """Restore the backup to `target`. Return its number of messages; 0 if there is no backup yet."""
+    with contextlib.suppress(PensieveError):
+        return restore(backup, target, replace=True).messages
+    return 0
+
+
 def test_the_drill_in_the_docs_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +247,8 @@ def test_the_drill_in_the_docs_works_as_written(
                 wait_for(ready.exists)
                 continue
             if "restore" in words:
-                time.sleep(0.5)  # the docs wait a minute here
+                # The docs wait a minute here.
+                wait_for(lambda: num_messages(tmp_path / "backup", tmp_path / "trial") == 2)
             done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
             assert done.returncode == 0, (line, done.stderr)
             outputs.append(done.stdout)
@@ -285,33 +293,27 @@ class SharingDaemon:
 def test_another_daemon_takes_over_the_backup_of_a_shared_file(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    folder = tmp_path / "backup"
-
-    def has(num_messages: int) -> bool:
-        with contextlib.suppress(PensieveError):  # there is no backup yet
-            return restore(folder, tmp_path / "restored", replace=True).messages == num_messages
-        return False
-
+    folder, restored = tmp_path / "backup", tmp_path / "restored"
     with contextlib.ExitStack() as stack:
         one, two = (SharingDaemon(tmp_path, name) for name in ("one", "two"))
         for each in (one, two):
             stack.callback(each.end)
         two.say("hello")
-        wait_for(lambda: has(2))
+        wait_for(lambda: num_messages(folder, restored) == 2)
         assert len(points(folder)) == 1
         one.process.send_signal(how)
         if how != signal.SIGSTOP:
             one.process.wait()
         two.say("again")
-        wait_for(lambda: has(4))
+        wait_for(lambda: num_messages(folder, restored) == 4)
         assert len(points(folder)) == 2
         if how == signal.SIGSTOP:
             one.process.send_signal(signal.SIGCONT)
             two.say("and again")
-            wait_for(lambda: has(6))
+            wait_for(lambda: num_messages(folder, restored) == 6)
             time.sleep(0.5)
             assert len(points(folder)) == 2
-    with ConversationStore.open(tmp_path / "restored", "test") as store:
+    with ConversationStore.open(restored, "test") as store:
         assert store.verify() == []
 
 
