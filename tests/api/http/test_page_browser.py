@@ -146,6 +146,12 @@ def endless(page: Any) -> None:
     sample(page, ignore_eos=True, max_tokens=5000)
 
 
+def lost(route: Any) -> None:
+    """Let the daemon get a message, but lose its answer."""
+    route.fetch()
+    route.abort()
+
+
 def history(rig: HttpRig, page: Any) -> list[Any]:
     return rig.rig.messages(named(page).get_attribute("data-id"))
 
@@ -941,10 +947,6 @@ def test_the_page_reports_a_lost_daemon_and_a_retry_runs_once(browser: Any, slow
         page.unroute(memory)
         expect(banner).to_be_hidden(timeout=30_000)
 
-        def lost(route: Any) -> None:  # the daemon gets the message, but its answer is lost
-            route.fetch()
-            route.abort()
-
         page.route(SEND, lost)
         page.fill("#text", "Said once.")
         page.press("#text", "Enter")
@@ -1010,6 +1012,39 @@ def test_a_refused_message_and_the_next_draft_are_kept(browser: Any, slow: HttpR
             expect(page.locator("#send")).to_be_visible()
             assert user_messages(page) == [*before, "Refused."]
             page.fill("#text", "")
+
+
+def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
+    browser: Any, slow: HttpRig
+) -> None:
+    """The daemon refuses a turn while another conversation is being opened."""
+    given(slow, "opened meanwhile", ("Hm?", "", "Yes."))
+    refusal = {"error": {"message": "the daemon is busy", "code": "unavailable"}}
+    refused: list[Any] = []
+    loading: list[Any] = []
+    with opened(browser, slow, is_quiet=False) as page:
+        field = page.locator("#text")
+        row = page.get_by_role("button", name="opened meanwhile", exact=True)
+        row.click()
+        expect(named(page)).to_have_text("opened meanwhile")
+        page.fill("#text", "For this conversation.")
+        page.click("#new")
+        page.route("**/CreateConversation", lambda route: refused.append(route))
+        page.route(MESSAGES, lambda route: loading.append(route))
+        page.fill("#text", "Refused.")
+        page.press("#text", "Enter")
+        expect(field).to_have_value("")
+        row.click()
+        expect(field).to_have_value("For this conversation.")
+        page.wait_for_timeout(200)
+        refused.pop().fulfill(status=503, json=refusal)
+        expect(page.get_by_role("alert")).to_be_visible()
+        expect(field).to_have_value("For this conversation.")
+        loading.pop().continue_()
+        expect(named(page)).to_have_text("opened meanwhile")
+        expect(field).to_have_value("For this conversation.")
+        page.click("#new")
+        expect(field).to_have_value("Refused.")
 
 
 def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
@@ -1105,10 +1140,6 @@ def test_an_interrupted_message_is_removed_only_after_confirmation(
 
 
 def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRig) -> None:
-    def lost(route: Any) -> None:  # the daemon gets the message, but its answer is lost
-        route.fetch()
-        route.abort()
-
     with opened(browser, slow, is_quiet=False) as page:
         page.route(SEND, lost)
         page.fill("#text", "Stored.")
@@ -1120,6 +1151,26 @@ def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRi
         expect(page.locator("article.reply .cost")).to_be_visible()
         expect(page.locator("#ask")).to_be_hidden()
         assert user_messages(page) == ["Stored.", "Another one."]
+        assert [each.content for each in history(slow, page)][::2] == user_messages(page)
+
+
+def test_an_edit_does_not_remove_a_reply_that_was_stored_meanwhile(
+    browser: Any, slow: HttpRig
+) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "Hello.")
+        page.route(SEND, lost)
+        page.fill("#text", "Stored.")
+        page.press("#text", "Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The reply was interrupted.")
+        page.unroute(SEND)
+        act(page, "user", 0, "Edit message")
+        page.get_by_label(EDIT).fill("Hello again.")
+        page.keyboard.press("Enter")
+        expect(page.locator("#text")).to_have_value("Hello again.")
+        expect(page.get_by_label(EDIT)).to_have_count(0)
+        expect(page.get_by_role("alert")).to_have_count(0)
+        assert user_messages(page) == ["Hello.", "Stored."]
         assert [each.content for each in history(slow, page)][::2] == user_messages(page)
 
 
