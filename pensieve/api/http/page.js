@@ -64,7 +64,8 @@ function firstWords(text) {
 }
 
 async function rename(id, title) {
-  const metadata = { ...conversations.get(id)?.metadata, title }, headers = { "content-type": "application/json" };
+  await refresh(id);  // another client may have changed or deleted it
+  const metadata = { ...conversations.get(id).metadata, title }, headers = { "content-type": "application/json" };
   await fetched(`/v1/conversations/${encodeURIComponent(id)}`, { method: "POST", headers, body: JSON.stringify({ metadata }) });
   await refresh(id);
 }
@@ -123,12 +124,25 @@ async function askDelete(id) {
   if (!await ask({ title: "Delete conversation?", note, yes: "Delete", isDanger: true })) { focusRow(id); return; }
   const rows = [...document.querySelectorAll("#list li")], at = rows.findIndex(each => each.dataset.id === id);
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
-  await call("DeleteConversation", { conversation_id: id });
+  await call("DeleteConversation", { conversation_id: id }).catch(error => { if (!error.deleted) throw error; });
   conversations.delete(id);
   dropTurn(id);
   sessionStorage.removeItem(`draft/${id}`);
   if (current === id) begin(); else { drawList(); focusRow(near); }
   announce("Conversation deleted");
+}
+
+// Forget a conversation that the daemon does not have. Its unsent texts become the draft of a new conversation.
+function forget(id) {
+  const isShown = current === id, edited = isShown && document.querySelector(".edit textarea")?.value;
+  const texts = [draftFor(id), edited, turns.get(id)?.request.text];
+  conversations.delete(id);
+  dropTurn(id);
+  sessionStorage.removeItem(`draft/${id}`);
+  if (isShown) { current = null; messages = []; }
+  if (draftOf === id) openDraft("");
+  for (const text of texts) if (text) returnText(text, "");
+  if (current) drawList(); else drawAll();
 }
 
 const scrollToRow = () => document.querySelector("#list .current")?.scrollIntoView({ block: "nearest" });
@@ -258,6 +272,7 @@ async function show(id, words = "") {
   openDraft(id);
   try {
     const found = await mine;
+    if (!conversations.has(id)) await refresh(id);  // it is older than the loaded part of the list
     if (opening !== mine) return;  // another conversation was selected meanwhile
     if (turn && !turns.has(id)) return show(id, words);  // its reply was completed meanwhile
     if (turn && !turn.isRunning && isStored(turn, found)) dropTurn(id);
@@ -490,7 +505,10 @@ async function stream({ id, request, reply, boxes }) {
   let isDrawn = true, isComplete = false;
   const drawn = () => { isDrawn = true; const isAtEnd = atEnd(); fill(body, reply); if (isAtEnd) $("log").scrollTop = $("log").scrollHeight; };
   for await (const each of events(await posted("SendMessage", value))) {
-    if (each.error) throw new Failed(each, 200);
+    if (each.error) {
+      await refresh(id).catch(gone => { if (gone.deleted) throw gone; });  // a deletion ends the reply, too
+      throw new Failed(each, 200);
+    }
     if (each.started) { reply.content = reply.thinking = ""; refresh(id).catch(problem); }
     if (each.delta) {
       const text = each.delta.text || "";
@@ -534,6 +552,7 @@ async function finish({ id, boxes, isFresh }) {
 async function fail(turn, error) {
   const { id, request, boxes, reply } = turn, isTooLong = error.code === "context_length_exceeded";
   const isRefused = error.status >= 400 || isTooLong || !conversations.has(id), title = titleOf(id), isShown = current === id;
+  if (error.deleted) { problem(error); focusText(id); return; }
   const again = () => {
     idle();
     takeText(request.text);
@@ -542,15 +561,7 @@ async function fail(turn, error) {
   if (isRefused) {
     dropTurn(id);
     if (turn.isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
-    if (isShown && !conversations.has(id)) {
-      current = null;
-      if (draftOf === id) {  // no other conversation is being opened
-        const draft = $("text").value;
-        takeText(draft);
-        openDraft("");
-        if (draft) returnText(draft, "");
-      }
-    }
+    if (!conversations.has(id)) forget(id);
     returnText(request.text, conversations.has(id) ? id : "");
     if (isShown) drawAll(); else drawList();
   } else {
@@ -664,9 +675,11 @@ function takeText(text) {
   keepDraft();
 }
 
+const draftFor = id => (draftOf === id ? $("text").value : sessionStorage.getItem(`draft/${id}`));
+
 // Put a text before the draft of conversation `id`.
 function returnText(text, id) {
-  const before = draftOf === id ? $("text").value : sessionStorage.getItem(`draft/${id}`);
+  const before = draftFor(id);
   const draft = before && before !== text ? `${text}\n\n${before}` : text;
   if (draftOf === id) { $("text").value = draft; keepDraft(); } else sessionStorage.setItem(`draft/${id}`, draft);
 }
@@ -891,7 +904,8 @@ async function connected() {
   if (wasLost) announce("Connected again");
   const id = linked;
   linked = "";
-  if (conversations.has(id) && !current) await show(id); else if (!current) openDraft("");
+  const isReady = id && (conversations.has(id) || !turns.get(id)?.isLeft);  // its first turn may have been left before it was created
+  if (isReady && !current) await show(id); else if (!current) openDraft("");
   scrollToRow();
   await resumeTurns(id);
 }

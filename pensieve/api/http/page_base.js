@@ -90,6 +90,8 @@ function lost(error) { throw error.name === "AbortError" ? error : new Lost(); }
 
 // Return an error as a sentence, with advice if a message did not fit the context of conversation `id`.
 function wordsOf(error, id = current) {
+  const { deleted } = error, isNamed = conversations.has(deleted) || turns.has(deleted);
+  if (deleted) return `${isNamed ? `“${titleOf(deleted)}”` : "This conversation"} was deleted elsewhere.`;
   const text = error.message.replace(/^[a-z](?=[a-z]* )/, letter => letter.toUpperCase());
   if (error.code !== "context_length_exceeded") return text;
   const { num_tokens: used, context_max_tokens: most } = conversations.get(id) || {};
@@ -116,9 +118,16 @@ async function askToken() {
   return given;
 }
 
-function posted(method, value, signal) {
-  const headers = { "content-type": "application/json" };
-  return fetched(`/pensieve.v1.ConversationService/${method}`, { method: "POST", signal, headers, body: JSON.stringify(value) });
+// Call the daemon. If the conversation does not exist any more, the error has its id as `deleted`.
+async function posted(method, value, signal) {
+  const headers = { "content-type": "application/json" }, id = value.conversation_id;
+  try {
+    return await fetched(`/pensieve.v1.ConversationService/${method}`, { method: "POST", signal, headers, body: JSON.stringify(value) });
+  } catch (error) {
+    if (error.code === "not_found" && method === "GetConversation") error.deleted = id;
+    else if (error.code === "not_found" && id) await call("GetConversation", { conversation_id: id });  // or only a message is missing
+    throw error;
+  }
 }
 
 const call = async (method, value, signal) => (await posted(method, value, signal)).json();
@@ -175,8 +184,10 @@ $("ask-no").onclick = () => $("ask").close("");
 const problems = () => document.querySelectorAll("#log > .problem");
 
 // Show an error in the log, with a button if a retry may help. It replaces an earlier error with the same words.
+// If a conversation was deleted elsewhere, the page forgets it.
 function problem(error, retry) {
-  const box = problemDrawn(wordsOf(error), retry);
+  const box = problemDrawn(wordsOf(error), error.deleted ? null : retry);
+  if (error.deleted) forget(error.deleted);
   for (const each of problems()) if (each.firstChild.textContent === box.firstChild.textContent) each.remove();
   box.append(iconButton("close", "Dismiss", () => box.remove()));
   $("log").append(box);

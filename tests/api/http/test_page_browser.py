@@ -1047,6 +1047,88 @@ def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
         expect(field).to_have_value("Refused.")
 
 
+def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) -> None:
+    """The page says so, and the unsent text becomes the draft of a new conversation."""
+
+    def delete(name: str) -> None:
+        slow.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=name))
+
+    with opened(browser, slow, is_quiet=False) as page:
+        field, alert = page.locator("#text"), page.get_by_role("alert")
+
+        def pick(name: str) -> Any:
+            """Open a new conversation and return its row."""
+            given(slow, name, ("Hm?", "", "Yes."))
+            page.reload()
+            row = page.get_by_role("button", name=name, exact=True)
+            row.click()
+            expect(named(page)).to_have_text(name)
+            return row
+
+        def is_forgotten(row: Any, words: str, text: str) -> None:
+            expect(alert).to_have_text(words)
+            expect(row).to_have_count(0)
+            expect(page.locator("#title")).to_have_text("New conversation")
+            expect(page.locator(".welcome")).to_be_visible()
+            expect(field).to_have_value(text)
+            page.fill("#text", "")
+
+        row = pick("gone 1")
+        delete("gone-1")
+        page.fill("#text", "Who are you?")
+        page.press("#text", "Enter")
+        is_forgotten(row, "“gone 1” was deleted elsewhere.", "Who are you?")
+        expect(field).to_be_focused()
+        say(page, "And now?")
+        expect(alert).to_have_count(0)
+        assert user_messages(page) == ["And now?"]
+
+        row = pick("gone 2")
+        say(page, "Said.")
+        act(page, "user", 1, "Edit message")
+        page.get_by_label(EDIT).fill("Edited.")
+        page.fill("#text", "The next one.")
+        delete("gone-2")
+        page.get_by_label(EDIT).press("Enter")
+        is_forgotten(row, "“gone 2” was deleted elsewhere.", "Edited.\n\nThe next one.")
+
+        row = pick("gone 3")
+        endless(page)
+        page.fill("#text", "Talk to me.")
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .text").last).not_to_be_empty()
+        page.fill("#text", "The next one.")
+        delete("gone-3")
+        is_forgotten(row, "“gone 3” was deleted elsewhere.", "Talk to me.\n\nThe next one.")
+
+        row = pick("gone 4")
+        page.fill("#text", "Not yet sent.")
+        page.click("#new")
+        delete("gone-4")
+        row.click()
+        is_forgotten(row, "“gone 4” was deleted elsewhere.", "Not yet sent.")
+
+        row = pick("gone 5")
+        page.fill("#text", "Not yet sent.")
+        delete("gone-5")
+        page.reload()
+        is_forgotten(row, "This conversation was deleted elsewhere.", "Not yet sent.")
+        assert "gone" not in page.url
+
+        row = pick("gone 6")
+        delete("gone-6")
+        row_act(page, "gone 6", "Rename")
+        answer(page, "Another name")
+        is_forgotten(row, "“gone 6” was deleted elsewhere.", "")
+
+        row = pick("gone 7")
+        delete("gone-7")
+        row_act(page, "gone 7", "Delete")
+        page.click("#ask-yes")
+        expect(row).to_have_count(0)
+        expect(alert).to_have_count(0)
+
+
 def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
     given(slow, "unreachable 1", ("Hm?", "", "Yes."))
     given(slow, "unreachable 2", ("Hm?", "", "Yes."))
