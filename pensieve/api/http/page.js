@@ -1,6 +1,7 @@
 // The chat: the list of conversations, their messages, and the settings.
 
 const PAGE_SIZE = 200;  // conversations
+const LIST_SECONDS = 3;  // least time between two loads of the list
 const SEARCHED_MAX = 200_000;  // characters of a conversation that are searched
 const SEARCHES = 4;  // conversations that are loaded at the same time
 const REPLIES_MAX = 4;  // replies at the same time: each takes one of the six connections of a browser to a host
@@ -30,19 +31,43 @@ const costs = new Map();  // usage of the replies that this page has received, b
 const turns = new Map();  // this page's turns that run or were interrupted, by conversation
 let current = null, opening = null, messages = [], nextPage = "", server = {};
 let isListed = false;  // whether the list of conversations was loaded
+let listedAt = 0;  // when it was last loaded, in milliseconds
 let linked = decodeURIComponent(location.hash.slice(1));  // the conversation in the page's address, until it is shown
 
 // -- the list of conversations --
 
+// Load the newest conversations, or those after the loaded part of the list. The other entries of the list stay.
 async function load(more = false) {
+  const before = new Map(conversations);
+  listedAt = Date.now();
   const found = await call("ListConversations", { page_size: PAGE_SIZE, page_token: more ? nextPage : "" });
-  if (!more) conversations.clear();
+  const listed = new Map((found.conversations || []).map(each => [each.conversation_id, each])), wasListed = isListed;
+  const isSame = id => conversations.get(id) === before.get(id);  // the page did not change it meanwhile
+  const isAdjacent = [...listed.keys()].some(id => before.has(id));  // otherwise a gap is before the loaded part
+  if (more || !isAdjacent) nextPage = found.next_page_token || "";
+  for (const [id, each] of listed) if (isSame(id)) conversations.set(id, each);
+  if (!more) {
+    const last = found.next_page_token ? new Date([...listed.values()].at(-1).create_time) : 0;
+    for (const [id, each] of before) if (!listed.has(id) && isSame(id) && new Date(each.create_time) > last) leaveList(id);
+  }
   isListed = true;
-  nextPage = found.next_page_token || "";
   $("more").hidden = !nextPage;
-  for (const each of found.conversations || []) conversations.set(each.conversation_id, each);
-  drawList();
+  if (wasListed && JSON.stringify([...conversations]) === JSON.stringify([...before])) return;
+  drawHeading();
   search();
+}
+
+// Remove a conversation that the daemon does not list. If the page has text for it, ask the daemon first, and tell the user.
+function leaveList(id) {
+  if (id === current || turns.has(id) || draftFor(id)) refresh(id).catch(problem); else conversations.delete(id);
+}
+
+// Load the list when the user returns to the page, because other clients may have changed it.
+async function refreshList() {
+  if (document.hidden || !isListed || !$("banner").hidden || Date.now() < listedAt + 1000 * LIST_SECONDS) return;
+  listedAt = Date.now();
+  await new Promise(done => setTimeout(done, 300));  // the user may have returned by a click on the list
+  await load().catch(() => {});  // `watch` tells about a lost daemon
 }
 
 async function refresh(id) {
@@ -124,7 +149,12 @@ async function askDelete(id) {
   if (!await ask({ title: "Delete conversation?", note, yes: "Delete", isDanger: true })) { focusRow(id); return; }
   const rows = [...document.querySelectorAll("#list li")], at = rows.findIndex(each => each.dataset.id === id);
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
-  await call("DeleteConversation", { conversation_id: id }).catch(error => { if (!error.deleted) throw error; });
+  const turn = turns.get(id);
+  turns.delete(id);  // the deletion ends its reply: this is no interruption
+  try { await call("DeleteConversation", { conversation_id: id }); } catch (error) {
+    if (!error.deleted && turn) turns.set(id, turn);
+    if (!error.deleted) throw error;
+  }
   conversations.delete(id);
   dropTurn(id);
   sessionStorage.removeItem(`draft/${id}`);
@@ -161,13 +191,15 @@ let results = null;  // found conversations, by id: an excerpt, or "" if the tit
 
 // Search the titles at once. Then load the messages of the other conversations and search their text.
 async function search() {
+  const before = wanted;
   wanted = $("search").value.trim().toLowerCase();
   searching.abort();
   searching = new AbortController();
   const { signal } = searching;
-  results = wanted ? new Map() : null;
+  if (!wanted) results = null; else if (wanted !== before) results = new Map();  // a new list keeps what was found
   if (!wanted) { $("found").textContent = ""; CSS.highlights?.delete("found"); drawList(); return; }
   const ids = [...conversations.keys()], others = ids.filter(id => !titleOf(id).toLowerCase().includes(wanted));
+  for (const id of results.keys()) if (!conversations.has(id)) results.delete(id);
   for (const id of ids) if (!others.includes(id)) results.set(id, "");
   $("found").textContent = "Searching messages …";
   drawList();
@@ -178,8 +210,8 @@ async function search() {
       const id = others.shift();
       try {
         const text = await textOf(id, signal), at = text.toLowerCase().indexOf(wanted);
-        if (at < 0 || signal.aborted) continue;
-        results.set(id, unmarked(excerptOf(text, at, wanted.length)));
+        if (signal.aborted || (at < 0 && !results.delete(id))) continue;
+        if (at >= 0) results.set(id, unmarked(excerptOf(text, at, wanted.length)));
         drawList();
       } catch (caught) { if (caught.status !== 404) error = caught; }
     }
@@ -552,7 +584,7 @@ async function finish({ id, boxes, isFresh }) {
 async function fail(turn, error) {
   const { id, request, boxes, reply } = turn, isTooLong = error.code === "context_length_exceeded";
   const isRefused = error.status >= 400 || isTooLong || !conversations.has(id), title = titleOf(id), isShown = current === id;
-  if (error.deleted) { problem(error); focusText(id); return; }
+  if (error.deleted) { problem(error); announce(""); focusText(id); return; }
   const again = () => {
     idle();
     takeText(request.text);
@@ -898,9 +930,9 @@ async function connected() {
     await new Promise(done => setTimeout(done, 1000));
     await describe();
   }
+  for (const each of problems()) each.remove();
   await load();
   $("banner").hidden = true;
-  for (const each of problems()) each.remove();
   if (wasLost) announce("Connected again");
   const id = linked;
   linked = "";
@@ -968,6 +1000,8 @@ document.addEventListener("keydown", event => {
   else if (isRunning(current)) $("stop").click();
 });
 
+addEventListener("focus", refreshList);
+document.addEventListener("visibilitychange", refreshList);
 addEventListener("pagehide", () => { isLeaving = true; });
 addEventListener("pageshow", () => { isLeaving = false; });
 

@@ -44,6 +44,10 @@ RECONNECT = """() => {  // as after the end of the daemon
     delete document.hidden;
     disconnected(new Lost());
 }"""
+RETURN = """() => {  // as when the user returns to the tab after some time
+    listedAt = 0;
+    dispatchEvent(new Event("focus"));
+}"""
 CODE = (
     "### Deep\n\n###### Deeper\n\nOne `word` and **more**:\n\n```python\n"
     + "print('a long line of code') " * 8
@@ -461,6 +465,12 @@ def given(rig: HttpRig, name: str, *turns: tuple[str, str, str]) -> None:
     )
     request.metadata.update({"title": name})
     rig.rig.stub.CreateConversation(request)
+
+
+def deleted(rig: HttpRig, name: str) -> None:
+    """Delete a given conversation as another client."""
+    request = pb.DeleteConversationRequest(conversation_id=re.sub(r"\W+", "-", name))
+    rig.rig.stub.DeleteConversation(request)
 
 
 def test_what_a_model_writes_is_text_and_its_thinking_is_folded(
@@ -1049,10 +1059,6 @@ def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
 
 def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) -> None:
     """The page says so, and the unsent text becomes the draft of a new conversation."""
-
-    def delete(name: str) -> None:
-        slow.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=name))
-
     with opened(browser, slow, is_quiet=False) as page:
         field, alert = page.locator("#text"), page.get_by_role("alert")
 
@@ -1074,7 +1080,7 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
             page.fill("#text", "")
 
         row = pick("gone 1")
-        delete("gone-1")
+        deleted(slow, "gone 1")
         page.fill("#text", "Who are you?")
         page.press("#text", "Enter")
         is_forgotten(row, "“gone 1” was deleted elsewhere.", "Who are you?")
@@ -1088,7 +1094,7 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
         act(page, "user", 1, "Edit message")
         page.get_by_label(EDIT).fill("Edited.")
         page.fill("#text", "The next one.")
-        delete("gone-2")
+        deleted(slow, "gone 2")
         page.get_by_label(EDIT).press("Enter")
         is_forgotten(row, "“gone 2” was deleted elsewhere.", "Edited.\n\nThe next one.")
 
@@ -1098,35 +1104,115 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
         page.press("#text", "Enter")
         expect(page.locator("article.reply .text").last).not_to_be_empty()
         page.fill("#text", "The next one.")
-        delete("gone-3")
+        deleted(slow, "gone 3")
         is_forgotten(row, "“gone 3” was deleted elsewhere.", "Talk to me.\n\nThe next one.")
 
         row = pick("gone 4")
         page.fill("#text", "Not yet sent.")
         page.click("#new")
-        delete("gone-4")
+        deleted(slow, "gone 4")
         row.click()
         is_forgotten(row, "“gone 4” was deleted elsewhere.", "Not yet sent.")
 
         row = pick("gone 5")
         page.fill("#text", "Not yet sent.")
-        delete("gone-5")
+        deleted(slow, "gone 5")
         page.reload()
         is_forgotten(row, "This conversation was deleted elsewhere.", "Not yet sent.")
         assert "gone" not in page.url
 
         row = pick("gone 6")
-        delete("gone-6")
+        deleted(slow, "gone 6")
         row_act(page, "gone 6", "Rename")
         answer(page, "Another name")
         is_forgotten(row, "“gone 6” was deleted elsewhere.", "")
 
         row = pick("gone 7")
-        delete("gone-7")
+        deleted(slow, "gone 7")
         row_act(page, "gone 7", "Delete")
         page.click("#ask-yes")
         expect(row).to_have_count(0)
         expect(alert).to_have_count(0)
+
+        row = pick("gone 8")
+        page.fill("#text", "Not yet sent.")
+        deleted(slow, "gone 8")
+        page.evaluate(RETURN)
+        is_forgotten(row, "“gone 8” was deleted elsewhere.", "Not yet sent.")
+
+
+def test_a_deletion_on_the_page_ends_the_running_reply(browser: Any, slow: HttpRig) -> None:
+    answers: list[Any] = []
+    with opened(browser, slow, is_quiet=False) as page:
+        endless(page)
+        page.fill("#text", "To be deleted.")
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .text")).not_to_be_empty()
+        page.route("**/DeleteConversation", lambda route: answers.append((route, route.fetch())))
+        row_act(page, "To be deleted.", "Delete")
+        page.click("#ask-yes")
+        page.wait_for_timeout(500)  # the reply ends before the deletion is answered
+        route, answered = answers.pop()
+        route.fulfill(response=answered)
+        expect(page.locator(".welcome")).to_be_visible()
+        expect(page.locator("#list .open", has_text="To be deleted.")).to_have_count(0)
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.locator("#text")).to_have_value("")
+
+
+def test_the_list_is_loaded_again_when_the_user_returns(browser: Any, slow: HttpRig) -> None:
+    for number in range(7):
+        reply = "A lighthouse." if number > 2 else "Yes."
+        given(slow, f"early {number}", ("Hm?", "", reply))
+    lists: list[Any] = []
+
+    def few(route: Any) -> None:
+        """Let the list have only three conversations per page."""
+        lists.append(route)
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "page_size": 3}))
+
+    with opened(browser, slow) as page:
+        page.route(LIST, few)
+        page.reload()
+        rows, found = page.locator("#list .open"), page.locator("#found")
+
+        def row(name: str) -> Any:
+            return page.get_by_role("button", name=name, exact=True)
+
+        page.click("#more")
+        expect(rows).to_have_count(6)
+        row("early 3").click()
+        expect(named(page)).to_have_text("early 3")
+        page.fill("#text", "Not yet sent.")
+        page.evaluate("$('text').setSelectionRange(4, 7)")
+        given(slow, "begun elsewhere", ("Hm?", "", "Another lighthouse."))
+        deleted(slow, "early 6")
+        lists.clear()
+        page.evaluate(RETURN)
+        expect(row("begun elsewhere")).to_have_count(1)
+        expect(row("early 6")).to_have_count(0)
+        expect(rows).to_have_count(6)  # the second page stays, too
+        expect(page.locator("#more")).to_be_visible()
+        expect(named(page)).to_have_text("early 3")
+        expect(page.locator("#text")).to_have_value("Not yet sent.")
+        expect(page.locator("#text")).to_be_focused()
+        assert page.evaluate("[$('text').selectionStart, $('text').selectionEnd]") == [4, 7]
+        for _ in range(3):
+            page.evaluate("dispatchEvent(new Event('focus'))")
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        page.wait_for_timeout(600)
+        assert len(lists) == 1  # not more often than every three seconds
+
+        page.fill("#search", "lighthouse")
+        expect(found).to_have_text(re.compile(r"^4 conversations found\."))
+        given(slow, "found elsewhere", ("Hm?", "", "The third lighthouse."))
+        deleted(slow, "early 5")
+        page.evaluate(RETURN)
+        expect(found).to_have_text(re.compile(r"^4 conversations found\."))
+        expect(rows.filter(has_text="found elsewhere")).to_contain_text("The third lighthouse.")
+        expect(page.locator("#search")).to_have_value("lighthouse")
+        expect(page.locator("#search")).to_be_focused()
+        expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
