@@ -10,182 +10,182 @@ import pytest
 from pensieve.core.background_room import QUIET_SECONDS, SECONDS
 from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.core.turn import TurnState
-from tests.core.world import Shape, Stage, run
+from tests.core.world import ScriptedWorld, Shape, run
 
 # An iteration takes 10 ms, plus 1 ms per token. So one job token makes a decode about 10 % longer.
 DEAR: dict[str, Any] = {"batch_tokens_max": 256, "token_seconds": 0.001, "turns_max": 64}
 CHEAP = {**DEAR, "token_seconds": 0.00001}
 
 
-def job(stage: Stage, number: int, num_prompt: int = 8, num_reply: int = 40) -> None:
+def job(world: ScriptedWorld, number: int, num_prompt: int = 8, num_reply: int = 40) -> None:
     for index in range(number):
-        stage.ask(f"job {index}", num_prompt, num_reply, background=True, share="~batch")
+        world.ask(f"job {index}", num_prompt, num_reply, background=True, share="~batch")
 
 
-def num_of_job(stage: Stage) -> int:
+def num_of_job(world: ScriptedWorld) -> int:
     """Return the job's tokens in the last iteration."""
-    return sum(stop - start for name, start, stop in stage.slices() if name.startswith("job"))
+    return sum(stop - start for name, start, stop in world.slices() if name.startswith("job"))
 
 
 def test_a_job_alone_has_the_whole_machine() -> None:
-    stage = Stage(400, 0, **DEAR)
-    job(stage, 20, num_prompt=20)
-    stage.next()
-    assert num_of_job(stage) == 256
+    world = ScriptedWorld(400, 0, **DEAR)
+    job(world, 20, num_prompt=20)
+    world.next()
+    assert num_of_job(world) == 256
 
 
 def test_a_job_pauses_while_a_prompt_is_computed() -> None:
-    stage = Stage(400, 0, **DEAR)
-    job(stage, 4)
-    stage.next()
-    stage.next()
-    assert num_of_job(stage) == 4
-    stage.ask("person", 300, 1)
-    stage.next()
-    assert [name for name, _, _ in stage.slices()] == ["person"]
-    stage.next()
-    assert [name for name, _, _ in stage.slices()] == ["person"]
+    world = ScriptedWorld(400, 0, **DEAR)
+    job(world, 4)
+    world.next()
+    world.next()
+    assert num_of_job(world) == 4
+    world.ask("person", 300, 1)
+    world.next()
+    assert [name for name, _, _ in world.slices()] == ["person"]
+    world.next()
+    assert [name for name, _, _ in world.slices()] == ["person"]
 
 
 def test_a_job_pauses_for_a_prompt_while_other_turns_generate() -> None:
     """The scheduler has already learned that a job token costs little."""
-    stage = Stage(900, 0, **{**CHEAP, "batch_tokens_max": 64})
-    stage.ask("generating", 4, 300)
-    stage.next()
-    job(stage, 20, num_prompt=30, num_reply=200)
+    world = ScriptedWorld(900, 0, **{**CHEAP, "batch_tokens_max": 64})
+    world.ask("generating", 4, 300)
+    world.next()
+    job(world, 20, num_prompt=30, num_reply=200)
     taken = []
     for _ in range(60):
-        stage.next()
-        taken.append(num_of_job(stage))
+        world.next()
+        taken.append(num_of_job(world))
     assert max(taken) >= 5
-    person = stage.ask("person", 150, 2)
+    person = world.ask("person", 150, 2)
     while not person.num_output_tokens:
-        stage.next()
-        assert {name for name, _, _ in stage.slices()} == {"generating", "person"}
+        world.next()
+        assert {name for name, _, _ in world.slices()} == {"generating", "person"}
     taken.clear()
     for _ in range(4):
-        stage.next()
-        taken.append(num_of_job(stage))
+        world.next()
+        taken.append(num_of_job(world))
     assert max(taken) >= 5
 
 
 def test_an_interactive_turn_runs_before_an_earlier_job() -> None:
-    stage = Stage(400, 0, **DEAR)
-    job(stage, 3, num_prompt=200)
-    stage.ask("person", 4, 1)
-    stage.next()
-    assert stage.slices()[0] == ("person", 0, 4)
+    world = ScriptedWorld(400, 0, **DEAR)
+    job(world, 3, num_prompt=200)
+    world.ask("person", 4, 1)
+    world.next()
+    assert world.slices()[0] == ("person", 0, 4)
 
 
 def test_with_expensive_tokens_a_job_waits_until_no_turn_generates() -> None:
-    stage = Stage(400, 0, **DEAR)
-    person = stage.ask("person", 4, 600)
-    stage.next()
-    job(stage, 8)
+    world = ScriptedWorld(400, 0, **DEAR)
+    person = world.ask("person", 4, 600)
+    world.next()
+    job(world, 8)
     taken = []
     while person.finish is None:
-        stage.next()
-        taken.append(num_of_job(stage))
+        world.next()
+        taken.append(num_of_job(world))
     assert max(taken) == 1
     assert sum(taken) <= 4  # a job token is tried now and then, to measure its cost
-    stage.next()
-    assert num_of_job(stage) >= 8
+    world.next()
+    assert num_of_job(world) >= 8
 
 
 def test_with_cheap_tokens_a_job_grows_beside_generating_turns() -> None:
-    stage = Stage(400, 0, **CHEAP)
-    person = stage.ask("person", 4, 200)
-    stage.next()
-    job(stage, 60)
+    world = ScriptedWorld(400, 0, **CHEAP)
+    person = world.ask("person", 4, 200)
+    world.next()
+    job(world, 60)
     taken, seconds = [], []
     while person.finish is None:
-        before = stage.now
-        stage.next()
-        taken.append(num_of_job(stage))
-        seconds.append(stage.now - before)
+        before = world.now
+        world.next()
+        taken.append(num_of_job(world))
+        seconds.append(world.now - before)
     assert max(taken[60:]) > 30
     assert quantiles(seconds, n=100)[98] <= 1.1 * 0.01001
-    stage.run_until_idle()
+    world.run_until_idle()
 
 
 def test_iterations_of_a_lone_job_stay_short_until_quiet_seconds_have_passed() -> None:
-    stage = Stage(900, 0, **DEAR)
-    stage.say("person", 4, 2)
-    job(stage, 6, num_prompt=250, num_reply=2)
+    world = ScriptedWorld(900, 0, **DEAR)
+    world.say("person", 4, 2)
+    job(world, 6, num_prompt=250, num_reply=2)
     seconds = []
     for _ in range(12):
-        before = stage.now
-        stage.next()
-        seconds.append(stage.now - before)
-    assert num_of_job(stage) > TOKENS_MIN
+        before = world.now
+        world.next()
+        seconds.append(world.now - before)
+    assert num_of_job(world) > TOKENS_MIN
     assert max(seconds) < 1.2 * SECONDS
-    stage.wait(QUIET_SECONDS)
-    stage.next()
-    assert num_of_job(stage) == 256
+    world.wait(QUIET_SECONDS)
+    world.next()
+    assert num_of_job(world) == 256
 
 
 def test_a_job_gives_its_pages_to_an_interactive_turn_and_loses_no_tokens() -> None:
-    stage = Stage(24, 60, **DEAR)
-    job(stage, 5, num_prompt=15, num_reply=4)
-    stage.next()
-    running = [stage.turns[f"job {index}"] for index in range(5)]
+    world = ScriptedWorld(24, 60, **DEAR)
+    job(world, 5, num_prompt=15, num_reply=4)
+    world.next()
+    running = [world.turns[f"job {index}"] for index in range(5)]
     assert all(turn.state is TurnState.RUNNING for turn in running)
-    person = stage.ask("person", 60, 2)
+    person = world.ask("person", 60, 2)
     while not person.num_output_tokens:
-        stage.next()
-        stage.land()
+        world.next()
+        world.land()
     assert any(turn.state is TurnState.SUSPENDED for turn in running)
-    stage.run_until_idle()
-    assert stage.num_replies == 6
+    world.run_until_idle()
+    assert world.num_replies == 6
 
 
 def test_a_job_gives_its_place_to_an_interactive_turn() -> None:
-    stage = Stage(400, 0, **{**DEAR, "turns_max": 3})
-    job(stage, 5)
-    stage.next()
-    stage.ask("person", 4, 2)
-    stage.next()
-    assert stage.slices()[0] == ("person", 0, 4)
-    stage.run_until_idle()
+    world = ScriptedWorld(400, 0, **{**DEAR, "turns_max": 3})
+    job(world, 5)
+    world.next()
+    world.ask("person", 4, 2)
+    world.next()
+    assert world.slices()[0] == ("person", 0, 4)
+    world.run_until_idle()
 
 
 def test_interactive_turns_that_arrive_together_all_replace_jobs_at_once() -> None:
-    stage = Stage(900, 0, **{**CHEAP, "turns_max": 16})
-    job(stage, 16, num_reply=200)
-    stage.next()
-    stage.next()
-    people = [stage.ask(f"person {number}", 4, 2) for number in range(12)]
-    stage.next()
-    stage.next()
+    world = ScriptedWorld(900, 0, **{**CHEAP, "turns_max": 16})
+    job(world, 16, num_reply=200)
+    world.next()
+    world.next()
+    people = [world.ask(f"person {number}", 4, 2) for number in range(12)]
+    world.next()
+    world.next()
     assert all(person.num_output_tokens for person in people)
-    stage.run_until_idle()
+    world.run_until_idle()
 
 
 def test_small_iterations_do_not_reduce_the_token_budget_of_jobs() -> None:
-    stage = Stage(900, 0, **{**DEAR, "batch_tokens_max": 512})
-    stage.say("person", 4, 2)
-    job(stage, 1, num_prompt=300, num_reply=2)
-    stage.run_until_idle()
-    stage.ask("few", 4, 12, background=True, share="~batch")
+    world = ScriptedWorld(900, 0, **{**DEAR, "batch_tokens_max": 512})
+    world.say("person", 4, 2)
+    job(world, 1, num_prompt=300, num_reply=2)
+    world.run_until_idle()
+    world.ask("few", 4, 12, background=True, share="~batch")
     for _ in range(10):
-        stage.next()
-    stage.ask("more", 300, 2, background=True, share="~batch")
-    stage.next()
-    assert sum(stop - start for _, start, stop in stage.slices()) > 4 * TOKENS_MIN
+        world.next()
+    world.ask("more", 300, 2, background=True, share="~batch")
+    world.next()
+    assert sum(stop - start for _, start, stop in world.slices()) > 4 * TOKENS_MIN
 
 
 def test_tokens_used_by_jobs_give_no_interactive_share_an_advantage() -> None:
     """A share that starts to wait is treated like the other interactive shares, whatever a job has used."""
-    stage = Stage(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})
-    job(stage, 1, num_prompt=4)
-    stage.ask("a", 40, 1, share="a")
-    stage.ask("b", 4, 1, share="b")
-    stage.until_ended(stage.turns["b"])
-    stage.run_until_idle()
-    assert stage.scheduler.queued.tokens_by_share["~batch"] == 4 + 40
-    late = stage.ask("c", 4, 1, share="c")
-    stage.ask("d", 4, 1, share="a")
-    stage.next()
+    world = ScriptedWorld(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})
+    job(world, 1, num_prompt=4)
+    world.ask("a", 40, 1, share="a")
+    world.ask("b", 4, 1, share="b")
+    world.until_ended(world.turns["b"])
+    world.run_until_idle()
+    assert world.scheduler.queued.tokens_by_share["~batch"] == 4 + 40
+    late = world.ask("c", 4, 1, share="c")
+    world.ask("d", 4, 1, share="a")
+    world.next()
     assert late.state is not TurnState.QUEUED
 
 

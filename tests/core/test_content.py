@@ -16,7 +16,7 @@ from pensieve.core.identities import Identities
 from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import FinishReason, Turn
-from tests.core.world import REPEATING, Stage, run
+from tests.core.world import REPEATING, ScriptedWorld, run
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]  # two and a half chunks
 
@@ -27,19 +27,23 @@ def identities(tokens: list[int], root: str = "", size: int = 2) -> list[bytes]:
     return made.known
 
 
-def ask(stage: Stage, name: str, text: list[int], num_reply: int = 1, root: str = "r") -> Turn:
-    turn = stage.ask(name, 0, num_reply, prompt=text)
-    conversation = stage.cache.conversations.get(name)
+def ask(
+    world: ScriptedWorld, name: str, text: list[int], num_reply: int = 1, root: str = "r"
+) -> Turn:
+    turn = world.ask(name, 0, num_reply, prompt=text)
+    conversation = world.cache.conversations.get(name)
     known = conversation.identities if conversation is not None else None
     before = turn.history_tokens
     turn.identities = known.beginning(before) if known is not None else Identities(root, 4)
     return turn
 
 
-def say(stage: Stage, name: str, text: list[int], num_reply: int = 1, root: str = "r") -> Turn:
-    turn = ask(stage, name, text, num_reply, root)
-    stage.until_ended(turn)
-    stage.scheduler.check(stage.now)
+def say(
+    world: ScriptedWorld, name: str, text: list[int], num_reply: int = 1, root: str = "r"
+) -> Turn:
+    turn = ask(world, name, text, num_reply, root)
+    world.until_ended(turn)
+    world.scheduler.check(world.now)
     return turn
 
 
@@ -62,160 +66,160 @@ def test_an_identity_depends_on_the_root_and_all_earlier_tokens() -> None:
 
 
 def test_a_prompt_with_a_cached_prefix_computes_only_the_rest() -> None:
-    stage = Stage(20, 0)
-    say(stage, "a", [*TEXT, 1])
-    usage = say(stage, "b", [*TEXT, 2]).usage
+    world = ScriptedWorld(20, 0)
+    say(world, "a", [*TEXT, 1])
+    usage = say(world, "b", [*TEXT, 2]).usage
     assert (usage.device_tokens, usage.shared_tokens, usage.new_tokens) == (10, 10, 1)
 
-    stranger = say(stage, "c", [*TEXT, 3], root="another tenant").usage
+    stranger = say(world, "c", [*TEXT, 3], root="another tenant").usage
     assert (stranger.device_tokens, stranger.shared_tokens) == (0, 0)
 
 
 def test_a_copied_page_is_not_copied_again_in_the_same_iteration() -> None:
     """Both turns begin with the same two tokens of a third chunk. A device makes copies in any order."""
-    stage = Stage(20, 0)
-    say(stage, "a", [*TEXT, 1])
-    ask(stage, "b", [*TEXT, 2, 3], num_reply=3)
-    ask(stage, "c", [*TEXT, 2, 4], num_reply=3)
-    assert len(stage.next().copies) == 1
-    stage.run_until_idle()
-    ask(stage, "d", [*TEXT, 2, 5])
-    assert len(stage.next().copies) == 1
+    world = ScriptedWorld(20, 0)
+    say(world, "a", [*TEXT, 1])
+    ask(world, "b", [*TEXT, 2, 3], num_reply=3)
+    ask(world, "c", [*TEXT, 2, 4], num_reply=3)
+    assert len(world.next().copies) == 1
+    world.run_until_idle()
+    ask(world, "d", [*TEXT, 2, 5])
+    assert len(world.next().copies) == 1
 
 
 def test_a_hole_with_new_content_is_not_found_by_its_old_content() -> None:
-    stage = Stage(12, 0, batch_tokens_max=4)
+    world = ScriptedWorld(12, 0, batch_tokens_max=4)
     old = list(range(5, 27))
-    say(stage, "a", old)
-    stage.wait(100.0)
-    say(stage, "other", [100 + number for number in range(35)], root="other")  # takes pages of "a"
-    turn = ask(stage, "a", [30, 31, 32, 33, 34])
-    stage.next()
-    stage.next()
-    stage.cancel_at(turn, turn.history_tokens)  # two of the lost chunks are computed
-    stage.run_until_idle()
-    assert stage.where("a") == "dd-ddd"
-    stage.rewind("a", 10)
-    say(stage, "a", [50, 51, 52, 53])
-    say(stage, "b", old[:18])  # the fake executor checks what the turn attends to
-    stage.scheduler.check(stage.now)
+    say(world, "a", old)
+    world.wait(100.0)
+    say(world, "other", [100 + number for number in range(35)], root="other")  # takes pages of "a"
+    turn = ask(world, "a", [30, 31, 32, 33, 34])
+    world.next()
+    world.next()
+    world.cancel_at(turn, turn.history_tokens)  # two of the lost chunks are computed
+    world.run_until_idle()
+    assert world.where("a") == "dd-ddd"
+    world.rewind("a", 10)
+    say(world, "a", [50, 51, 52, 53])
+    say(world, "b", old[:18])  # the fake executor checks what the turn attends to
+    world.scheduler.check(world.now)
 
 
 def test_at_least_one_token_is_computed() -> None:
-    stage = Stage(20, 0)
-    say(stage, "a", TEXT[:8])
-    usage = say(stage, "b", TEXT[:8]).usage
+    world = ScriptedWorld(20, 0)
+    say(world, "a", TEXT[:8])
+    usage = say(world, "b", TEXT[:8]).usage
     assert (usage.device_tokens, usage.new_tokens) == (7, 1)
 
 
 def test_a_client_that_sends_the_history_reuses_the_kv_of_the_reply() -> None:
-    stage = Stage(20, 0)
-    first = say(stage, "a", TEXT, 9)
-    usage = say(stage, "b", [*first.tokens, 1, 2]).usage
+    world = ScriptedWorld(20, 0)
+    first = say(world, "a", TEXT, 9)
+    usage = say(world, "b", [*first.tokens, 1, 2]).usage
     assert usage.device_tokens == len(first.tokens) - 1
 
 
 def test_a_message_resent_after_a_rewind_is_not_recomputed() -> None:
-    stage = Stage(20, 0)
-    first = say(stage, "a", TEXT, 5)
-    stage.fork_at("a", len(first.tokens), "keeps")
-    stage.rewind("a", 0)
-    usage = say(stage, "a", [*first.tokens, 1]).usage
+    world = ScriptedWorld(20, 0)
+    first = say(world, "a", TEXT, 5)
+    world.fork_at("a", len(first.tokens), "keeps")
+    world.rewind("a", 0)
+    usage = say(world, "a", [*first.tokens, 1]).usage
     assert usage.device_tokens == len(first.tokens) - 1
 
 
 def test_equal_chunks_computed_by_two_turns_are_merged_at_their_ends() -> None:
-    stage = Stage(20, 0)
-    first, second = ask(stage, "a", [*TEXT, 1, 2], 3), ask(stage, "b", [*TEXT, 3, 4], 3)
-    stage.until_ended(first)
-    stage.until_ended(second)
-    pages = 20 - stage.cache.device.num_empty
-    assert stage.chunks("a")[0] is not stage.chunks("b")[0]
-    stage.step()
-    assert stage.chunks("a")[:2] == stage.chunks("b")[:2]
-    assert stage.chunks("a")[2] is not stage.chunks("b")[2]
-    assert 20 - stage.cache.device.num_empty == pages - 2
-    stage.scheduler.check(stage.now)
-    assert say(stage, "b", [9], 3).usage.recomputed_tokens == 0
+    world = ScriptedWorld(20, 0)
+    first, second = ask(world, "a", [*TEXT, 1, 2], 3), ask(world, "b", [*TEXT, 3, 4], 3)
+    world.until_ended(first)
+    world.until_ended(second)
+    pages = 20 - world.cache.device.num_empty
+    assert world.chunks("a")[0] is not world.chunks("b")[0]
+    world.step()
+    assert world.chunks("a")[:2] == world.chunks("b")[:2]
+    assert world.chunks("a")[2] is not world.chunks("b")[2]
+    assert 20 - world.cache.device.num_empty == pages - 2
+    world.scheduler.check(world.now)
+    assert say(world, "b", [9], 3).usage.recomputed_tokens == 0
 
 
 def test_a_dropped_prefix_is_recomputed_once_for_all_its_holders() -> None:
-    stage = Stage(8, 0)
-    say(stage, "a", [*TEXT, 1, 2], 3)
-    stage.wait(1000.0)
-    say(stage, "filler", [100 + n for n in range(18)], 4, root="other")
-    assert stage.where("a").startswith("-")
-    usage = say(stage, "b", [*TEXT, 1, 2, 3], 1).usage
+    world = ScriptedWorld(8, 0)
+    say(world, "a", [*TEXT, 1, 2], 3)
+    world.wait(1000.0)
+    say(world, "filler", [100 + n for n in range(18)], 4, root="other")
+    assert world.where("a").startswith("-")
+    usage = say(world, "b", [*TEXT, 1, 2, 3], 1).usage
     assert usage.recomputed_tokens > 0
     assert usage.shared_tokens == usage.device_tokens + usage.host_tokens
-    assert say(stage, "c", [*TEXT, 1, 2, 4], 1).usage.recomputed_tokens == 0
+    assert say(world, "c", [*TEXT, 1, 2, 4], 1).usage.recomputed_tokens == 0
 
 
 def test_chunks_of_a_failed_turn_are_not_found() -> None:
-    stage = Stage(20, 0)
-    say(stage, "a", [*TEXT, 1])
-    failing = ask(stage, "b", [*TEXT, 2])
-    stage.executor.failing_turns.add(failing.attempt_id)
-    stage.until_ended(failing)
-    assert len(stage.cache.content) == 0
-    usage = say(stage, "c", [*TEXT, 3]).usage
+    world = ScriptedWorld(20, 0)
+    say(world, "a", [*TEXT, 1])
+    failing = ask(world, "b", [*TEXT, 2])
+    world.executor.failing_turns.add(failing.attempt_id)
+    world.until_ended(failing)
+    assert len(world.cache.content) == 0
+    usage = say(world, "c", [*TEXT, 3]).usage
     assert (usage.device_tokens, usage.new_tokens) == (0, 11)
 
 
 def test_wrong_kv_that_made_a_turn_fail_is_not_reused() -> None:
-    stage = Stage(30, 0)
-    say(stage, "a", [*TEXT, 1])
-    say(stage, "b", [*TEXT, 2])  # shares chunks with "a"
-    page = stage.chunks("a")[0].device_page
+    world = ScriptedWorld(30, 0)
+    say(world, "a", [*TEXT, 1])
+    say(world, "b", [*TEXT, 2])  # shares chunks with "a"
+    page = world.chunks("a")[0].device_page
     assert page is not None
-    stage.executor.spoil(stage.executor.device, page, 1)
-    failing = say(stage, "c", [*TEXT, 3])
+    world.executor.spoil(world.executor.device, page, 1)
+    failing = say(world, "c", [*TEXT, 3])
     assert failing.finish is FinishReason.FAILED
     for name in ("d", "a", "b"):
-        turn = say(stage, name, [*TEXT, 4])
+        turn = say(world, name, [*TEXT, 4])
         assert turn.finish is FinishReason.LENGTH
 
 
 def test_a_warm_does_not_register_chunks_that_another_turn_computes() -> None:
-    stage = Stage(30, 0)
-    say(stage, "a", [*TEXT, 1])
-    stage.fork_at("a", 8, "b")
-    page = stage.chunks("a")[0].device_page
+    world = ScriptedWorld(30, 0)
+    say(world, "a", [*TEXT, 1])
+    world.fork_at("a", 8, "b")
+    page = world.chunks("a")[0].device_page
     assert page is not None
-    stage.executor.spoil(stage.executor.device, page, 1)
-    say(stage, "c", [*TEXT, 3])  # fails, and the chunks of "a" and "b" lose their KV
-    ask(stage, "a", [4])
-    known = stage.cache.conversations["b"].identities
+    world.executor.spoil(world.executor.device, page, 1)
+    say(world, "c", [*TEXT, 3])  # fails, and the chunks of "a" and "b" lose their KV
+    ask(world, "a", [4])
+    known = world.cache.conversations["b"].identities
     assert known is not None
-    warm = stage.warm("b")
+    warm = world.warm("b")
     warm.identities = known.beginning(8)
-    iteration = stage.scheduler.plan(stage.now)
+    iteration = world.scheduler.plan(world.now)
     assert iteration is not None
     assert warm.finish is FinishReason.WARMED  # all its chunks are written by the slice of "a"
-    assert len(stage.cache.content) == 0
-    stage.scheduler.check(stage.now)
+    assert len(world.cache.content) == 0
+    world.scheduler.check(world.now)
 
 
 def test_only_the_newest_of_equal_temporary_conversations_stays() -> None:
-    stage = Stage(30, 0)
+    world = ScriptedWorld(30, 0)
     for number in range(5):
-        turn = ask(stage, f"t{number}", [*TEXT, 1, number], 2)
+        turn = ask(world, f"t{number}", [*TEXT, 1, number], 2)
         turn.is_temporary = True
-        stage.until_ended(turn)
-        stage.wait(10.0)
-        stage.step()
-    held = [name for name in stage.cache.conversations if name.startswith("t")]
+        world.until_ended(turn)
+        world.wait(10.0)
+        world.step()
+    held = [name for name in world.cache.conversations if name.startswith("t")]
     assert len(held) == 5  # each ends with a chunk of its own
     for number in range(5, 10):
-        turn = ask(stage, f"t{number}", TEXT, 1)
+        turn = ask(world, f"t{number}", TEXT, 1)
         turn.is_temporary = True
-        stage.until_ended(turn)
-        stage.wait(10.0)
-        stage.step()
-        stage.scheduler.check(stage.now)
-    held = [name for name in stage.cache.conversations if name.startswith("t")]
+        world.until_ended(turn)
+        world.wait(10.0)
+        world.step()
+        world.scheduler.check(world.now)
+    held = [name for name in world.cache.conversations if name.startswith("t")]
     assert held[5:] == ["t9"]
-    assert stage.cache.conversations["t9"].num_tokens == 8
+    assert world.cache.conversations["t9"].num_tokens == 8
 
 
 SHAPES = (

@@ -9,7 +9,7 @@ import pytest
 from pensieve.core.cost import Work, work_of
 from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.time_budget import TimeBudget
-from tests.core.world import Stage
+from tests.core.world import ScriptedWorld
 
 
 def test_the_predicted_work_of_an_iteration_equals_that_of_its_slices(
@@ -23,7 +23,7 @@ def test_the_predicted_work_of_an_iteration_equals_that_of_its_slices(
         planned(self, builder, now)
 
     monkeypatch.setattr(TimeBudget, "planned", compared)
-    world = Stage(400, 0, batch_tokens_max=64, token_seconds=0.001, prompt_seconds_max=0.05)
+    world = ScriptedWorld(400, 0, batch_tokens_max=64, token_seconds=0.001, prompt_seconds_max=0.05)
     world.ask("one", 4, 30)
     world.ask("other", 1, 30)
     world.next()
@@ -38,7 +38,7 @@ def test_the_predicted_work_of_an_iteration_equals_that_of_its_slices(
 
 def test_a_piece_of_a_prompt_is_cut_so_that_the_iteration_has_whole_tiles() -> None:
     """Two turns generate and a prompt of 150 tokens follows; 100 tokens are allowed, and a tile has 32."""
-    world = Stage(400, 0, batch_tokens_max=100, token_seconds=0.001, tile_tokens=32)
+    world = ScriptedWorld(400, 0, batch_tokens_max=100, token_seconds=0.001, tile_tokens=32)
     world.ask("one", 4, 30)
     world.ask("other", 1, 30)
     world.next()
@@ -52,6 +52,6 @@ def test_a_piece_of_a_prompt_is_cut_so_that_the_iteration_has_whole_tiles() -> N
 def test_a_piece_is_not_cut_to_tiles_if_the_iteration_mostly_waits() -> None:
     """An iteration takes 10 seconds whatever it computes."""
     slow: dict[str, Any] = {"iteration_seconds": 10.0, "token_seconds": 0.001}
-    world = Stage(400, 0, batch_tokens_max=100, tile_tokens=32, **slow)
+    world = ScriptedWorld(400, 0, batch_tokens_max=100, tile_tokens=32, **slow)
     world.ask("reader", 150, 4)
     assert sum(piece.num_tokens for piece in world.next().slices) == 100

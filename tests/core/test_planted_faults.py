@@ -20,7 +20,7 @@ from pensieve.core.stream_groups import StreamGroups, _GroupBuilder
 from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.tiers import PagePool, PageReservation, Tiers
 from pensieve.core.turn import Turn
-from tests.core.world import SPOILED, TWINS, Shape, Stage, run
+from tests.core.world import SPOILED, TWINS, ScriptedWorld, Shape, run
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SHAPES = (
@@ -414,20 +414,20 @@ def test_a_page_copy_of_unwritten_slots_is_found(monkeypatch: pytest.MonkeyPatch
 
 def copy_a_chunk_that_is_being_repaired() -> None:
     """Conversation "b" is a fork of "a" and ends inside chunk 1. Chunks 0 and 1 are lost."""
-    stage = Stage(16, 0, policy="value")
-    stage.say("a", 12, 1)
-    stage.fork_at("a", 6, "b")
-    stage.wait(5000.0)
-    stage.say("a", 1, 1)
-    stage.wait(50.0)
-    stage.say("filler", 46, 9)
-    stage.run_until_idle()
-    stage.cache.evict("filler", stage.clock.now())
-    assert stage.where("a") == "--xx"
-    a, b = stage.ask("a", 3, 5), stage.ask("b", 3, 5)
-    first = stage.next()
+    world = ScriptedWorld(16, 0, policy="value")
+    world.say("a", 12, 1)
+    world.fork_at("a", 6, "b")
+    world.wait(5000.0)
+    world.say("a", 1, 1)
+    world.wait(50.0)
+    world.say("filler", 46, 9)
+    world.run_until_idle()
+    world.cache.evict("filler", world.clock.now())
+    assert world.where("a") == "--xx"
+    a, b = world.ask("a", 3, 5), world.ask("b", 3, 5)
+    first = world.next()
     assert {piece.attempt_id for piece in first.slices} == {a.attempt_id, b.attempt_id}
-    stage.run_until_idle()
+    world.run_until_idle()
 
 
 def test_without_a_fault_the_same_seeds_pass() -> None:

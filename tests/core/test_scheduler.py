@@ -14,18 +14,18 @@ from pensieve.core.policies.value import ValuePolicy
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnState
-from tests.core.world import Shape, Stage, World
+from tests.core.world import ScriptedWorld, Shape, World
 
 # -- one turn --
 
 
 def test_a_first_turn_is_one_prefill_and_then_one_token_at_a_time() -> None:
-    stage = Stage(8, 0)
-    turn = stage.ask("a", 6, 3)
+    world = ScriptedWorld(8, 0)
+    turn = world.ask("a", 6, 3)
     seen = []
     while turn.finish is None:
-        stage.next()
-        seen += stage.slices()
+        world.next()
+        seen += world.slices()
     assert seen == [("a", 0, 6), ("a", 6, 7), ("a", 7, 8)]
     assert turn.finish is FinishReason.LENGTH
     assert len(turn.tokens) == 9
@@ -33,29 +33,29 @@ def test_a_first_turn_is_one_prefill_and_then_one_token_at_a_time() -> None:
 
 
 def test_the_last_sampled_token_is_fed_with_the_next_turn_and_counts_as_new() -> None:
-    stage = Stage(8, 0)
-    stage.say("a", 4, 3)
-    turn = stage.ask("a", 2)
-    stage.next()
-    assert stage.slices() == [("a", 6, 9)]
+    world = ScriptedWorld(8, 0)
+    world.say("a", 4, 3)
+    turn = world.ask("a", 2)
+    world.next()
+    assert world.slices() == [("a", 6, 9)]
     usage = turn.usage
     assert (usage.device_tokens, usage.new_tokens, usage.recomputed_tokens) == (6, 3, 0)
 
 
 def test_a_turn_that_reaches_length_max_ends() -> None:
     """A single turn may fill all but one page of the device. At the limit it ends with LENGTH."""
-    stage = Stage(6, 0)
-    turn = stage.say("a", 1, 1000)
-    assert len(turn.tokens) == stage.cache.config.device_tokens_max == 20
+    world = ScriptedWorld(6, 0)
+    turn = world.say("a", 1, 1000)
+    assert len(turn.tokens) == world.cache.config.device_tokens_max == 20
     assert turn.finish is FinishReason.LENGTH
     assert turn.usage.suspensions == 0
 
 
 def test_usage_times_are_on_the_engines_clock() -> None:
-    stage = Stage(8, 0)
-    turn = stage.ask("a", 2, 2)
-    stage.wait(3.0)
-    stage.until_ended(turn)
+    world = ScriptedWorld(8, 0)
+    turn = world.ask("a", 2, 2)
+    world.wait(3.0)
+    world.until_ended(turn)
     usage = turn.usage
     assert (usage.submitted_at, usage.admitted_at) == (1.0, 4.0)
     assert usage.first_token_at == pytest.approx(4.01)
@@ -66,14 +66,14 @@ def test_usage_times_are_on_the_engines_clock() -> None:
 
 
 def test_a_long_prefill_is_cut_and_decodes_ride_along_in_every_iteration() -> None:
-    stage = Stage(20, 0, batch_tokens_max=8)
-    stage.ask("a", 2, 10)
-    stage.next()
-    stage.ask("b", 20, 2)
+    world = ScriptedWorld(20, 0, batch_tokens_max=8)
+    world.ask("a", 2, 10)
+    world.next()
+    world.ask("b", 20, 2)
     seen = []
     for _ in range(4):
-        stage.next()
-        seen.append(stage.slices())
+        world.next()
+        seen.append(world.slices())
     assert seen == [
         [("a", 2, 3), ("b", 0, 7)],
         [("a", 3, 4), ("b", 7, 14)],
@@ -83,13 +83,13 @@ def test_a_long_prefill_is_cut_and_decodes_ride_along_in_every_iteration() -> No
 
 
 def test_started_prefills_go_before_new_turns_and_new_turns_come_in_order() -> None:
-    stage = Stage(20, 0, batch_tokens_max=8)
+    world = ScriptedWorld(20, 0, batch_tokens_max=8)
     for name in "abc":
-        stage.ask(name, 6, 2)
+        world.ask(name, 6, 2)
     seen = []
     for _ in range(3):
-        stage.next()
-        seen.append(stage.slices())
+        world.next()
+        seen.append(world.slices())
     assert seen == [
         [("a", 0, 6), ("b", 0, 2)],
         [("a", 6, 7), ("b", 2, 6), ("c", 0, 3)],
@@ -98,24 +98,24 @@ def test_started_prefills_go_before_new_turns_and_new_turns_come_in_order() -> N
 
 
 def test_no_more_turns_run_than_the_budget_has_tokens() -> None:
-    stage = Stage(20, 0, batch_tokens_max=2, turns_max=8)
+    world = ScriptedWorld(20, 0, batch_tokens_max=2, turns_max=8)
     for name in "abc":
-        stage.ask(name, 1, 4)
-    stage.next()
-    stage.next()
-    assert stage.slices() == [("a", 1, 2), ("b", 1, 2)]
-    assert [turn.conversation_id for turn in stage.scheduler.queued] == ["c"]
+        world.ask(name, 1, 4)
+    world.next()
+    world.next()
+    assert world.slices() == [("a", 1, 2), ("b", 1, 2)]
+    assert [turn.conversation_id for turn in world.scheduler.queued] == ["c"]
 
 
 def test_a_turn_that_fits_passes_a_larger_one_at_the_head_of_the_queue() -> None:
-    stage = Stage(10, 0, batch_tokens_max=32)
-    stage.ask("a", 12, 8)
-    stage.next()
-    large, small = stage.ask("large", 24, 1), stage.ask("small", 1, 1)
-    stage.next()
-    assert stage.slices() == [("a", 12, 13), ("small", 0, 1)]
+    world = ScriptedWorld(10, 0, batch_tokens_max=32)
+    world.ask("a", 12, 8)
+    world.next()
+    large, small = world.ask("large", 24, 1), world.ask("small", 1, 1)
+    world.next()
+    assert world.slices() == [("a", 12, 13), ("small", 0, 1)]
     assert large.state is TurnState.QUEUED
-    stage.run_until_idle()
+    world.run_until_idle()
     assert large.finish is small.finish is FinishReason.LENGTH
 
 
@@ -156,16 +156,16 @@ def test_without_turns_no_iteration_is_planned() -> None:
 
 
 def test_optional_features_are_created_only_when_enabled() -> None:
-    stage = Stage(12, 12)
-    stage.say("a", 4, 2)
-    scheduler = stage.scheduler
+    world = ScriptedWorld(12, 12)
+    world.say("a", 4, 2)
+    scheduler = world.scheduler
     assert scheduler.streaming is None
     assert scheduler.micro_batches is None
     assert scheduler.background is None
-    assert stage.cache.streamed is None
-    stage.ask("job", 4, 2, background=True)
+    assert world.cache.streamed is None
+    world.ask("job", 4, 2, background=True)
     assert scheduler.background is not None
-    streams = Stage(12, 12, staging_pages=4)
+    streams = ScriptedWorld(12, 12, staging_pages=4)
     assert streams.scheduler.streaming is not None
     assert streams.cache.streamed is not None
     pipeline = Scheduler(streams.cache, SchedulerConfig(stages=2))

@@ -15,16 +15,16 @@ from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, StreamCost, Streaming, StreamLoad
 from pensieve.core.tiers import CacheConfig
 from pensieve.core.turn import Turn, TurnState
-from tests.core.world import Stage
+from tests.core.world import ScriptedWorld
 
 
-def stage(device_pages: int = 10, host_pages: int = 60, **shape: Any) -> Stage:
-    """Return a stage with chunks of 4 tokens. A turn of 24 tokens and its reply fill most of the device."""
+def make_world(device_pages: int = 10, host_pages: int = 60, **shape: Any) -> ScriptedWorld:
+    """Return a world with chunks of 4 tokens. A turn of 24 tokens and its reply fill most of the device."""
     settings = {"staging_pages": 16, "reserve": 0.0, "batch_tokens_max": 64, **shape}
-    return Stage(device_pages, settings.pop("host_pages", host_pages), **settings)
+    return ScriptedWorld(device_pages, settings.pop("host_pages", host_pages), **settings)
 
 
-def two(world: Stage, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, Turn]:
+def two(world: ScriptedWorld, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, Turn]:
     """Ask two turns that do not fit on the device together."""
     return world.ask("a", 24, said_by_a), world.ask("b", 20, said_by_b)
 
@@ -39,7 +39,7 @@ def streamed(iteration: Iteration) -> list[int]:
 
 
 def test_a_turn_without_room_on_the_device_streams() -> None:
-    world = stage()
+    world = make_world()
     a, b = two(world)
     c = world.ask("c", 20, 6)
     world.next()
@@ -56,7 +56,7 @@ def test_a_turn_without_room_on_the_device_streams() -> None:
 
 @pytest.mark.parametrize("how", [{"stream": "off"}, {"staging_pages": 0}, {"host_pages": 0}])
 def test_without_streaming_a_turn_waits_for_the_device(how: dict[str, Any]) -> None:
-    world = stage(**how)
+    world = make_world(**how)
     a, b = two(world)
     for _ in range(4):
         world.next()
@@ -67,7 +67,7 @@ def test_without_streaming_a_turn_waits_for_the_device(how: dict[str, Any]) -> N
 
 
 def test_a_group_lists_each_page_once_with_its_loaded_and_stored_slots() -> None:
-    world = stage()
+    world = make_world()
     _, b = two(world)
     [group] = world.next().groups
     assert group.loaded_slots.tolist() == [0] * 5  # the pages of its prompt
@@ -84,7 +84,7 @@ def test_a_group_lists_each_page_once_with_its_loaded_and_stored_slots() -> None
 
 
 def test_turns_with_a_shared_prefix_stage_it_once() -> None:
-    world = stage(staging_pages=24)
+    world = make_world(staging_pages=24)
     world.say("root", 17, 1)
     for name in "bcd":
         world.fork_at("root", 16, name)
@@ -104,7 +104,7 @@ def test_turns_with_a_shared_prefix_stage_it_once() -> None:
 
 
 def test_groups_are_repacked_only_when_they_no_longer_fit() -> None:
-    world = stage(host_pages=100, staging_pages=8)
+    world = make_world(host_pages=100, staging_pages=8)
     world.ask("big", 30, 5)
     turns = [world.ask(name, 9, 15) for name in "abcde"]
     seen: list[list[list[int]]] = []
@@ -132,7 +132,7 @@ def test_arriving_and_ending_turns_do_not_repack_all_groups(
         stream_groups, "packed", lambda *given: packings.append(1) or packed(*given)
     )
     monkeypatch.setattr(stream_groups, "CHANGED_SHARE", 100.0)  # few turns quickly change by half
-    world = stage(host_pages=400, staging_pages=12)
+    world = make_world(host_pages=400, staging_pages=12)
     world.ask("big", 30, 60)
     turns = [world.ask(f"c{number}", 9 + number % 3, 4 + 3 * number) for number in range(14)]
     sets = set()
@@ -147,7 +147,7 @@ def test_arriving_and_ending_turns_do_not_repack_all_groups(
 
 
 def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:
-    world = stage(staging_pages=4)
+    world = make_world(staging_pages=4)
     _, b = two(world)
     for _ in range(4):
         world.next()
@@ -156,7 +156,7 @@ def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:
 
 
 def test_a_turn_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() -> None:
-    world = stage(staging_pages=6)
+    world = make_world(staging_pages=6)
     _, b = two(world, 12, 9)
     while not b.streamed:
         world.next()
@@ -166,7 +166,7 @@ def test_a_turn_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() ->
 
 
 def test_chunks_without_a_host_copy_are_copied_out_before_streaming() -> None:
-    world = stage()
+    world = make_world()
     world.say("b", 12, 3)
     assert world.where("b") == "dddd"
     world.ask("a", 24, 12)
@@ -183,7 +183,7 @@ def test_chunks_without_a_host_copy_are_copied_out_before_streaming() -> None:
 
 def test_a_chunk_is_not_copied_out_in_the_iteration_whose_decode_fills_it() -> None:
     """`b` asks to stream, then gets the device after all. Its last chunk still waits to be copied out."""
-    world = stage(swap_out_below=0.0, swap_outs_max=1)
+    world = make_world(swap_out_below=0.0, swap_outs_max=1)
     world.say("b", 9)
     a = world.ask("a", 28, 5)
     while len(a.chunks) < 8:
@@ -202,7 +202,7 @@ def test_a_chunk_is_not_copied_out_in_the_iteration_whose_decode_fills_it() -> N
 
 
 def test_a_chunk_that_a_resident_turn_uses_is_in_both_tiers() -> None:
-    world = stage()
+    world = make_world()
     world.say("root", 17, 1)
     world.fork_at("root", 16, "b")
     root = world.ask("root", 6, 12)
@@ -218,7 +218,7 @@ def test_a_chunk_that_a_resident_turn_uses_is_in_both_tiers() -> None:
 
 def fill_a_shared_chunk_while_another_wants_it() -> bool:
     """`b` begins with two chunks of `a`. Their host copies are damaged. `a` streams and recomputes them."""
-    world = stage(batch_tokens_max=4)
+    world = make_world(batch_tokens_max=4)
     world.say("a", 27, 1)
     world.cache.move_to_host("a", world.now)
     while world.step():
@@ -251,7 +251,7 @@ def test_no_turn_uses_a_chunk_that_a_streamed_turn_still_fills(
 
 
 def test_a_streamed_turn_returns_to_the_device_when_no_turn_waits() -> None:
-    world = stage()
+    world = make_world()
     a, b = two(world, 3, 12)
     while a.finish is None:
         world.next()
@@ -267,7 +267,7 @@ def test_a_streamed_turn_returns_to_the_device_when_no_turn_waits() -> None:
 
 
 def test_a_waiting_turn_gets_the_device_before_a_streamed_turn() -> None:
-    world = stage(turns_max=2)
+    world = make_world(turns_max=2)
     a, b = two(world, 3, 12)
     c = world.ask("c", 24, 3)
     while a.finish is None:
@@ -281,7 +281,7 @@ def test_a_waiting_turn_gets_the_device_before_a_streamed_turn() -> None:
 
 
 def test_streaming_evicts_idle_conversations_from_a_full_host() -> None:
-    world = stage(host_pages=9)
+    world = make_world(host_pages=9)
     world.say("old", 28, 1)
     world.wait(100.0)
     _, b = two(world)
@@ -293,7 +293,7 @@ def test_streaming_evicts_idle_conversations_from_a_full_host() -> None:
 
 
 def test_on_a_host_full_of_streamed_turns_a_growing_turn_is_suspended() -> None:
-    world = stage(host_pages=12)
+    world = make_world(host_pages=12)
     _, b = two(world)
     c = world.ask("c", 20, 10)
     while not (b.streamed and c.streamed):
@@ -304,7 +304,7 @@ def test_on_a_host_full_of_streamed_turns_a_growing_turn_is_suspended() -> None:
 
 
 def test_a_streamed_fork_recomputes_its_partly_shared_last_chunk() -> None:
-    world = stage()
+    world = make_world()
     world.say("root", 9, 5)
     world.fork_at("root", 11, "b")
     world.ask("a", 24, 12)
@@ -321,7 +321,7 @@ def test_a_streamed_fork_recomputes_its_partly_shared_last_chunk() -> None:
 
 
 def test_a_streamed_turn_returns_before_batch_turns_get_the_device() -> None:
-    world = stage()
+    world = make_world()
     a, b = two(world, 3, 12)
     while not b.streamed:
         world.next()
@@ -337,7 +337,7 @@ def test_a_streamed_turn_returns_before_batch_turns_get_the_device() -> None:
 
 
 def test_a_streamed_turn_returns_although_a_batch_turn_was_suspended() -> None:
-    world = stage()
+    world = make_world()
     batch = world.ask("batch", 20, 12, background=True)
     world.next()
     a, b = two(world, 3, 12)
@@ -357,7 +357,7 @@ def test_a_streamed_turn_returns_although_a_batch_turn_was_suspended() -> None:
 
 def test_no_turn_is_preempted_if_a_streamed_turn_leaves_no_place() -> None:
     """The objective does not allow the new turn beside the streamed turn, even with enough pages."""
-    world = stage(
+    world = make_world(
         device_pages=20,
         host_pages=200,
         staging_pages=20,
@@ -382,7 +382,7 @@ def test_no_turn_is_preempted_if_a_streamed_turn_leaves_no_place() -> None:
 
 
 def test_background_turns_stream_only_while_no_interactive_turn_runs() -> None:
-    world = stage()
+    world = make_world()
     a = world.ask("a", 24, 10, background=True)
     b = world.ask("b", 20, 10, background=True)
     while not b.streamed:
@@ -400,21 +400,21 @@ def test_background_turns_stream_only_while_no_interactive_turn_runs() -> None:
 # -- whether streaming pays --
 
 
-def streaming_of(world: Stage) -> Streaming:
+def streaming_of(world: ScriptedWorld) -> Streaming:
     assert world.scheduler.streaming is not None
     return world.scheduler.streaming
 
 
-def automatic(**seconds: float) -> Stage:
-    """Return a stage with iterations of 10 ms, in which `auto` expects the given times."""
+def automatic(**seconds: float) -> ScriptedWorld:
+    """Return a world with iterations of 10 ms, in which `auto` expects the given times."""
     cost = IterationCost(1e-4, 1e-2, 0.0, 1e-6, 0.0)
     config = SchedulerConfig(cost=cost, **{"group_seconds": 1e-4, **seconds})  # type: ignore[arg-type]
-    world = stage(stream="auto")
+    world = make_world(stream="auto")
     streaming_of(world).cost = StreamCost(config, 16)
     return world
 
 
-def freeze(world: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def freeze(world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent the cost model from learning."""
     monkeypatch.setattr(streaming_of(world).cost, "took", lambda *a: None)
 

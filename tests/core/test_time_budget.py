@@ -11,30 +11,30 @@ from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.time_budget import PROBE_AFTER
-from tests.core.world import Stage
+from tests.core.world import ScriptedWorld
 
 # An iteration takes 10 ms, and 1 ms more for each token.
 TIMES: dict[str, Any] = {"token_seconds": 0.001, "prompt_seconds_max": 0.05}
 
 
-def stage(**changes: Any) -> Stage:
-    made = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES, **changes})
+def make_world(**changes: Any) -> ScriptedWorld:
+    made = ScriptedWorld(400, 0, **{"batch_tokens_max": 256, **TIMES, **changes})
     made.say("replies", 4, 3)  # to measure iterations without a prompt
     made.say("reads", 100)  # and with a prompt
     return made
 
 
-def pieces(stage: Stage, name: str) -> list[int]:
+def pieces(world: ScriptedWorld, name: str) -> list[int]:
     """Return the lengths of the prompt's pieces in the next iterations."""
     lengths: list[int] = []
-    while name in stage.turns and not len(stage.turns[name].tokens) > stage.turns[name].prompt_end:
-        stage.next()
-        lengths += [stop - start for who, start, stop in stage.slices() if who == name]
+    while name in world.turns and not len(world.turns[name].tokens) > world.turns[name].prompt_end:
+        world.next()
+        lengths += [stop - start for who, start, stop in world.slices() if who == name]
     return lengths
 
 
 def test_prompts_add_at_most_the_limit_beside_a_generating_turn() -> None:
-    world = stage()
+    world = make_world()
     world.ask("writer", 4, 100)
     world.next()
     world.next()
@@ -45,7 +45,7 @@ def test_prompts_add_at_most_the_limit_beside_a_generating_turn() -> None:
 
 
 def test_two_prompts_share_the_limit() -> None:
-    world = stage()
+    world = make_world()
     world.ask("writer", 4, 100)
     world.next()
     world.next()
@@ -57,7 +57,7 @@ def test_two_prompts_share_the_limit() -> None:
 
 def test_a_long_prompt_backlog_gets_up_to_twice_the_limit() -> None:
     """At first, five seconds of prompts wait or run."""
-    world = stage()
+    world = make_world()
     writer = world.ask("writer", 4, 300)
     world.next()
     world.next()
@@ -77,13 +77,13 @@ def test_a_long_prompt_backlog_gets_up_to_twice_the_limit() -> None:
 
 
 def test_a_prompt_gets_the_whole_budget_if_no_turn_generates() -> None:
-    world = stage()
+    world = make_world()
     world.ask("reader", 300, 4)
     assert pieces(world, "reader") == [256, 44]
 
 
 def test_without_a_limit_a_prompt_gets_the_budget_that_decodes_leave() -> None:
-    world = stage(prompt_seconds_max=0.0)
+    world = make_world(prompt_seconds_max=0.0)
     world.ask("writer", 4, 100)
     world.next()
     world.ask("reader", 300, 4)
@@ -91,7 +91,7 @@ def test_without_a_limit_a_prompt_gets_the_budget_that_decodes_leave() -> None:
 
 
 def test_one_late_iteration_does_not_change_the_pieces() -> None:
-    world = stage()
+    world = make_world()
     world.ask("writer", 4, 200)
     for number in range(6):  # to have several measurements
         world.ask(f"reader {number}", 60, 1)
@@ -110,7 +110,7 @@ def test_one_late_iteration_does_not_change_the_pieces() -> None:
 
 
 def test_on_a_slow_machine_pieces_are_short_and_prompts_still_end() -> None:
-    world = stage(token_seconds=1.0)
+    world = make_world(token_seconds=1.0)
     world.ask("writer", 4, 100)
     world.next()
     world.ask("reader", 100, 4)
@@ -118,7 +118,7 @@ def test_on_a_slow_machine_pieces_are_short_and_prompts_still_end() -> None:
 
 
 def test_a_machine_that_becomes_slower_gets_shorter_pieces() -> None:
-    world = stage()
+    world = make_world()
     world.ask("writer", 4, 300)
     world.next()
     world.next()
@@ -136,9 +136,9 @@ def test_an_invalid_limit_is_refused(wrong: float) -> None:
         SchedulerConfig(tbt_seconds=wrong)
 
 
-def busy(decode_seconds: float) -> tuple[Stage, list[int]]:
-    """Return a stage on which a turn generates, and an empty list for the lengths of pieces."""
-    world = stage()
+def busy(decode_seconds: float) -> tuple[ScriptedWorld, list[int]]:
+    """Return a world in which a turn generates, and an empty list for the lengths of pieces."""
+    world = make_world()
     world.ask("writer", 4, 390)
     world.next()
     world.next()
@@ -146,11 +146,11 @@ def busy(decode_seconds: float) -> tuple[Stage, list[int]]:
     return world, []
 
 
-def slower(world: Stage, seconds: float) -> None:
+def slower(world: ScriptedWorld, seconds: float) -> None:
     object.__setattr__(world.shape, "iteration_seconds", seconds)
 
 
-def prompts(world: Stage, lengths: list[int], iterations: int, name: str) -> None:
+def prompts(world: ScriptedWorld, lengths: list[int], iterations: int, name: str) -> None:
     for number in range(iterations):
         if number % 5 == 0:
             world.ask(f"{name} {number}", 255, 1)
@@ -183,7 +183,7 @@ def test_an_outdated_base_time_does_not_disable_the_limit() -> None:
 
 
 def test_an_initial_burst_is_compared_with_an_iteration_without_prompts() -> None:
-    world = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES})
+    world = ScriptedWorld(400, 0, **{"batch_tokens_max": 256, **TIMES})
     slower(world, 0.2)
     world.ask("writer", 4, 390)
     lengths: list[int] = []
@@ -195,17 +195,17 @@ def test_an_initial_burst_is_compared_with_an_iteration_without_prompts() -> Non
 # -- the objective --
 
 
-def paced(**changes: Any) -> Stage:
-    """Return a stage with one generating turn: 10 ms per iteration, 1 ms per token, objective 80 ms."""
+def paced(**changes: Any) -> ScriptedWorld:
+    """Return a world with one generating turn: 10 ms per iteration, 1 ms per token, objective 80 ms."""
     times = {"token_seconds": 0.001, "tbt_seconds": 0.08}
-    made = Stage(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
+    made = ScriptedWorld(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
     made.ask("writer", 4, 900)
     made.next()
     made.next()
     return made
 
 
-def gaps(world: Stage, name: str) -> list[float]:
+def gaps(world: ScriptedWorld, name: str) -> list[float]:
     """Return the times of the iterations that have a piece of this prompt."""
     found: list[float] = []
     while name in world.turns and len(world.turns[name].tokens) <= world.turns[name].prompt_end:
@@ -275,7 +275,7 @@ def test_time_between_iterations_counts_toward_the_objective() -> None:
         world.wait(0.02)
         world.next()
     (piece,) = [stop - start for who, start, stop in world.slices() if who == "reader"]
-    assert piece == 48, "80 ms are 20 outside of an iteration, 11 without a prompt, and 49"
+    assert piece == 48, "80 ms = 20 between iterations + 11 for the decode + 49 for the prompt"
 
 
 def test_pieces_double_while_their_tokens_take_no_time() -> None:
@@ -331,7 +331,7 @@ def test_the_first_prompt_advances_even_if_decodes_exceed_the_objective() -> Non
 
 def test_a_batch_is_as_large_as_the_objective_allows() -> None:
     """Iterations take 10 ms, and 1 ms a token. 16 turns take 26 ms, so the 17th waits. All turns end."""
-    stage = Stage(
+    world = ScriptedWorld(
         400,
         0,
         batch_tokens_max=64,
@@ -340,15 +340,15 @@ def test_a_batch_is_as_large_as_the_objective_allows() -> None:
         token_seconds=0.001,
         tbt_seconds=0.0265,
     )
-    turns = [stage.ask(f"t{number}", 4, 12) for number in range(40)]
+    turns = [world.ask(f"t{number}", 4, 12) for number in range(40)]
     most = 0
-    while stage.turns:
-        before = stage.now
-        stage.next()
-        assert stage.latest is not None
-        decodes = [each for each in stage.latest.slices if each.num_tokens == 1]
+    while world.turns:
+        before = world.now
+        world.next()
+        assert world.latest is not None
+        decodes = [each for each in world.latest.slices if each.num_tokens == 1]
         most = max(most, len(decodes))
-        if len(decodes) == len(stage.latest.slices):
-            assert stage.now - before <= 0.0265
+        if len(decodes) == len(world.latest.slices):
+            assert world.now - before <= 0.0265
     assert most == 16
     assert all(turn.num_output_tokens == 12 for turn in turns)

@@ -1,6 +1,6 @@
 """A simulated set of conversations around the real scheduler and cache, driven by a seed.
 
-`Stage` is the same simulation, driven by explicit calls of a test.
+`ScriptedWorld` is the same simulation, driven by explicit calls of a test.
 """
 
 from __future__ import annotations
@@ -614,7 +614,7 @@ class Places:
             )
 
 
-class Stage(World):
+class ScriptedWorld(World):
     """A world in which the test decides the length of replies and when copies finish.
 
     Chunks have 4 slots. A copy finishes when a slice waits for it, when there is nothing else to do, or when

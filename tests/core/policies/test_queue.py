@@ -19,7 +19,7 @@ from pensieve.core.policies.queue import QUALIFIES, EvictionQueue, Role
 from pensieve.core.policies.registry import POLICIES
 from pensieve.core.policies.value import NUM_VALUE_CLASSES, VALUE_CLASS_RATIO, ValuePolicy
 from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk
-from tests.core.world import Stage
+from tests.core.world import ScriptedWorld
 
 SIZE = 32
 COST = CostProfile.measured_at({32: 0.1, 1024: 1.0, 2048: 2.0}, other_seconds=0.9)
@@ -169,15 +169,15 @@ def test_lru_evicts_the_leading_chunk_of_the_least_recently_used_branch(seed: in
 
 def test_lru_evicts_a_conversations_leading_branch_first() -> None:
     """After a fork was deleted, its source has two branches that were last used at the same time."""
-    stage = Stage(16, 0)
-    stage.say("a", 16)
-    stage.fork_at("a", 8, "b")
-    stage.delete("b")
-    stage.say("a", 1)
-    stage.wait(1.0)
-    stage.say("filler", 55)
-    stage.cache.evict("filler", stage.now)
-    assert stage.where("a").replace("x", "d") == "---dd"
+    world = ScriptedWorld(16, 0)
+    world.say("a", 16)
+    world.fork_at("a", 8, "b")
+    world.delete("b")
+    world.say("a", 1)
+    world.wait(1.0)
+    world.say("filler", 55)
+    world.cache.evict("filler", world.now)
+    assert world.where("a").replace("x", "d") == "---dd"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -333,57 +333,57 @@ def test_the_most_valuable_chunks_share_the_last_of_64_value_classes() -> None:
 
 def test_value_keeps_trailing_chunks_longer_than_leading_ones() -> None:
     """Leading chunks are cheap to recompute, so `a` loses only its first chunks."""
-    stage = Stage(16, 0, policy="value")
-    stage.say("a", 24)
-    stage.wait(10.0)
-    stage.say("b", 8)
-    stage.wait(10.0)
-    stage.ask("filler", 39)
-    while not stage.where("filler"):
-        stage.next()
-    lost = {name: stage.where(name).count("-") for name in "ab"}
-    assert stage.where("a").startswith("--")
-    assert not stage.where("a").strip("-x")
+    world = ScriptedWorld(16, 0, policy="value")
+    world.say("a", 24)
+    world.wait(10.0)
+    world.say("b", 8)
+    world.wait(10.0)
+    world.ask("filler", 39)
+    while not world.where("filler"):
+        world.next()
+    lost = {name: world.where(name).count("-") for name in "ab"}
+    assert world.where("a").startswith("--")
+    assert not world.where("a").strip("-x")
     assert lost == {"a": 2, "b": 0}
 
 
 def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
-    stage = Stage(16, 0, policy="value")
-    stage.say("system", 8)
+    world = ScriptedWorld(16, 0, policy="value")
+    world.say("system", 8)
     for name in "abc":
-        stage.fork_at("system", 8, name)
-        stage.say(name, 8)
-    stage.delete("system")
-    stage.wait(100.0)
-    stage.say("filler", 43)
+        world.fork_at("system", 8, name)
+        world.say(name, 8)
+    world.delete("system")
+    world.wait(100.0)
+    world.say("filler", 43)
     for name in "abc":
-        assert "-" not in stage.where(name)[:2]
-    assert sum(len(stage.where(name).replace("-", "")) - 2 for name in "abc") < 6
+        assert "-" not in world.where(name)[:2]
+    assert sum(len(world.where(name).replace("-", "")) - 2 for name in "abc") < 6
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_conversation_whose_client_is_away_is_evicted_first(policy: str) -> None:
     """`b` was used last, but its client has said that it will be away. `a` may return at any time."""
-    stage = Stage(16, 0, policy=policy)
-    stage.say("a", 15)
-    stage.until_ended(stage.ask("b", 15, away_seconds=600.0))
-    stage.cache.check(stage.now)
-    stage.say("filler", 39)
-    assert "-" not in stage.where("a")
-    assert stage.where("b").startswith("--")
+    world = ScriptedWorld(16, 0, policy=policy)
+    world.say("a", 15)
+    world.until_ended(world.ask("b", 15, away_seconds=600.0))
+    world.cache.check(world.now)
+    world.say("filler", 39)
+    assert "-" not in world.where("a")
+    assert world.where("b").startswith("--")
 
 
 def test_an_away_hint_does_not_age_chunks_that_others_share() -> None:
-    stage = Stage(16, 0)
-    stage.say("a", 8)
-    stage.fork_at("a", 8, "b")
-    stage.wait(5.0)
-    stage.say("a", 1)
-    spoke = stage.now
-    stage.wait(5.0)
-    stage.until_ended(stage.ask("b", 1, away_seconds=600.0))
-    shared = stage.chunks("b")[0].branch
+    world = ScriptedWorld(16, 0)
+    world.say("a", 8)
+    world.fork_at("a", 8, "b")
+    world.wait(5.0)
+    world.say("a", 1)
+    spoke = world.now
+    world.wait(5.0)
+    world.until_ended(world.ask("b", 1, away_seconds=600.0))
+    shared = world.chunks("b")[0].branch
     assert shared is not None
     assert [holder.conversation_id for holder in shared.holders] == ["b", "a"]
-    assert shared.idle_since == stage.cache.conversations["a"].idle_since >= spoke - 1.0
-    stage.cache.check(stage.now)
+    assert shared.idle_since == world.cache.conversations["a"].idle_since >= spoke - 1.0
+    world.cache.check(world.now)

@@ -20,7 +20,7 @@ from pensieve.core.policies.return_model import (
 from pensieve.core.policies.return_policy import UNIT_VALUE_CLASS, ReturnPolicy
 from pensieve.core.policies.shadow_cache import Order
 from pensieve.core.prefix_tree import Branch, CachedConversation
-from tests.core.world import Stage
+from tests.core.world import ScriptedWorld
 
 COST = CostProfile.analytic(10**9, 16, 8, 64)
 MESSAGE = EndedTurn(1500, 250, 2000)
@@ -278,17 +278,17 @@ def test_chunks_unlikely_to_be_used_again_are_not_swapped_out() -> None:
 
 def test_with_a_slow_link_the_cache_recomputes_instead_of_swapping_in() -> None:
     """The host copy is dropped, the replies are right, and nothing is swapped in."""
-    stage = Stage(8, 12, policy="return", copy_share=50.0)
-    stage.cache.policy.worth_swapping_out = lambda *_: True  # type: ignore[method-assign]
-    stage.say("a", 12, 1)
-    stage.cache.move_to_host("a", stage.now)
-    while stage.step():
-        stage.land()
-    assert stage.where("a") == "hhh"
-    turn = stage.say("a", 3, 1)
+    world = ScriptedWorld(8, 12, policy="return", copy_share=50.0)
+    world.cache.policy.worth_swapping_out = lambda *_: True  # type: ignore[method-assign]
+    world.say("a", 12, 1)
+    world.cache.move_to_host("a", world.now)
+    while world.step():
+        world.land()
+    assert world.where("a") == "hhh"
+    turn = world.say("a", 3, 1)
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (0, 12)
-    assert stage.cache.counters.swapped_in == 0
-    stage.scheduler.check(stage.now)
+    assert world.cache.counters.swapped_in == 0
+    world.scheduler.check(world.now)
 
 
 def test_random_factors_apply_only_while_the_random_order_is_followed() -> None:
