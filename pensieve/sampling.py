@@ -141,8 +141,8 @@ class Sampling:
     )
     stop_repetition: int = _parameter(
         0,
-        "stop a reply that ends with at least four copies of a pattern. The value is both the maximum length "
-        "of the pattern and the minimum length of all copies together, in tokens; 0: off",
+        "stop a reply that ends with at least four copies of a pattern. With the value N, the pattern has "
+        "at most N tokens, and its copies have at least N tokens together; 0: off",
         "must be 0 (off) or positive",
         *(0, (1 << 31) - 1),
         metavar="N",

@@ -290,8 +290,9 @@ class LedgerExecutor:
 class _Staging:
     """The groups of an iteration, and which of them are in the two arenas.
 
-    A group can be loaded when the group two before it is done. It is loaded before the group ahead of it
-    computes, or just in time. Its new slots are stored when it is done, or when its arena is needed again.
+    A group can be loaded when the group two before it is done. It is loaded before the previous group
+    computes, or just before it computes itself. Its new slots are stored when it is done, or when its arena
+    is needed again.
     """
 
     def __init__(self, ledger: LedgerExecutor, iteration: Iteration) -> None:

@@ -254,7 +254,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path, help="where results are kept")
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--share", type=float, default=1.0, help="how much of it is done")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="fraction of each part's normal amount of work"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out what was passed already")
     given = parser.parse_args()
     wanted = given.only.split(",")

@@ -16,7 +16,7 @@ import pytest
 from pensieve.cli.main import parser
 from pensieve.sampling import Sampling, parameter_of
 from tests.test_layering import ASSEMBLES
-from tests.test_layering import ROOMS as LAW
+from tests.test_layering import ROOMS as ALLOWED_IMPORTS
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.prefix) / "bin"
@@ -31,8 +31,8 @@ EXAMPLES = [
     for page, text in PAGES.items()
     for line in re.findall(r"^    ((?:pensieve|scripts/run) .*)$", text, re.MULTILINE)
 ]
-ROOMS = sorted(path.parent.name for path in (ROOT / "pensieve").glob("*/__init__.py"))
-TOPS = {*ROOMS, "pensieve", "tests", "scripts", "docs", "proto", "csrc"}
+PACKAGES = sorted(path.parent.name for path in (ROOT / "pensieve").glob("*/__init__.py"))
+TOPS = {*PACKAGES, "pensieve", "tests", "scripts", "docs", "proto", "csrc"}
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -174,12 +174,12 @@ def test_the_documented_table_of_layers_matches_test_layering() -> None:
     described = {
         name: cells for cells in rows for name in re.findall(r"`([a-z0-9_]+)/?`", cells[0])
     }
-    assert set(described) == {*ROOMS, "errors", "sampling", "extras", "config", "gc_pause"}
-    for room, cells in described.items():
+    assert set(described) == {*PACKAGES, "errors", "sampling", "extras", "config", "gc_pause"}
+    for package, cells in described.items():
         may = cells[2].strip()
-        if may and not may.startswith("everything") and room not in ASSEMBLES:
+        if may and not may.startswith("everything") and package not in ASSEMBLES:
             named = {name for name in re.findall(r"`([a-z0-9_]+)`", may) if name != "errors"}
-            assert named == LAW[room].rooms, f"docs/structure.md on {room}"
+            assert named == ALLOWED_IMPORTS[package].rooms, f"docs/structure.md on {package}"
 
 
 def test_the_documented_table_of_sampling_parameters_is_complete() -> None:

@@ -25,9 +25,10 @@ void on_threads(int num_threads, Work& work) {
 
 // Calls `do_piece(piece, following)` for each of `num_pieces` pieces, on threads that claim pieces one by one.
 // `following` is the thread's probable next piece, so that `do_piece` can prefetch the first bytes of that piece.
-// If `following` is `num_pieces` or more, it is a piece of the next operation. A thread claims its next piece
-// before it begins a piece. With few pieces per thread, it claims the next piece afterwards, because a claimed
-// piece would wait while other threads are idle.
+// If `following` is `num_pieces` or more, the thread has no more pieces of this operation. Then `following` stands
+// for piece `following - num_pieces` of the next operation. A thread claims its next piece before it begins a
+// piece. With few pieces per thread, it claims the next piece afterwards, because a claimed piece would wait while
+// other threads are idle.
 template <typename DoPiece>
 void each_piece(int num_threads, int num_pieces, DoPiece do_piece) {
   const bool early = num_pieces >= kPiecesToClaimEarly * num_threads;

@@ -119,7 +119,8 @@ class Merging(GraphBatching):
 class NodeByNode(GraphBatching):
     """Run the nodes one after the other, each for up to `batch_max` requests whose graphs are equal.
 
-    `batch_max=1` is no batching. With identical trees, this is the ideal that has their graph built in.
+    `batch_max=1` means no batching. If all requests have the same tree, this is the *ideal* of the BatchMaker
+    paper: a program with this one graph built in.
     """
 
     def _tasks(self, requests: Requests) -> Iterator[Task]:

@@ -289,7 +289,7 @@ class Route:
                 self._first = error.address
             # Go on only if an address was not tried yet. Otherwise, two daemons that name each other would be
             # asked forever.
-            return self._is_one_left and not self._has_answered
+            return self._has_untried and not self._has_answered
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
             self._addresses.doubt(self.at, str(error))
             return False
@@ -302,7 +302,7 @@ class Route:
         self._fail(error)
         if self._stays:
             return False
-        return self._is_one_left and (
+        return self._has_untried and (
             repeat or is_temporary_refusal(error) or not error.may_have_arrived
         )
 
@@ -351,7 +351,7 @@ class Route:
         )
 
     @property
-    def _is_one_left(self) -> bool:
+    def _has_untried(self) -> bool:
         return self.are_several and any(n not in self._tried for n in self._addresses.names)
 
     def _fail(self, error: PensieveError) -> None:

@@ -90,7 +90,8 @@ def local(
 def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None:
     """Raise ConfigError if Serve runs with other proxy options than `config`. `details` is Ray's report.
 
-    Options that the file does not set are not compared, except the listening address, which `up` reports.
+    Options that the file does not set are not compared, except the listening address, which
+    `pensieve cluster up` prints.
     """
     differs = []
     location = details.get("proxy_location")

@@ -1,7 +1,7 @@
 """Settings of the service process: its limits and timeouts. The engine has separate settings.
 
-launch/daemon.py makes the `DaemonConfig` of `pensieve serve`. Only its first group of values comes from flags
-and keys.
+launch/daemon.py makes the `DaemonConfig` of `pensieve serve`. Only its first group of values comes from
+flags, and from keys of the settings file.
 """
 
 from __future__ import annotations

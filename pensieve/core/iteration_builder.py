@@ -5,11 +5,12 @@ slice is launched, every position before its end has KV on the device, or gets i
 swap-in or a slice. Planning a slice raises `chunk.filled` at once. So if several turns share a missing chunk,
 the first planned turn computes the chunk and the others use it.
 
-If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit after its context, but
-at least TOKENS_MIN. Another prompt may join as long as TOKENS_MIN tokens without a context would fit. The
-first prompt may always join. If the tiles of the matrix kernels are known (cost.py), a piece is shortened so
-that the iteration has whole tiles. If a turn goes before an older prefill, HELD_BACK of the room for prompts,
-and at least TOKENS_MIN tokens, are left for the older prefill (fair_queue.py).
+If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into the remaining
+time, given the length of its context, but at least TOKENS_MIN. Another prompt may join while there is time
+for TOKENS_MIN tokens without a context. The first prompt may always join. If the tiles of the matrix kernels
+are known (cost.py), a piece is shortened so that the iteration has whole tiles. If a turn goes before an
+older prefill, HELD_BACK of the room for prompts, and at least TOKENS_MIN tokens, are left for the older
+prefill (fair_queue.py).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class IterationBuilder:
         self.num_decodes = 0  # decodes of interactive turns
         self.others_generate = False  # uncommitted iterations have decodes; see pipeline_stages.py
         self.predicted_without = 0.0  # predicted seconds of the decodes alone; see time_budget.py
-        self.num_interactive: int | None = None  # tokens before background turns; None: all tokens
+        # Tokens of interactive turns, which are planned first. None: no background turn is planned yet.
+        self.num_interactive: int | None = None
         self.holds_back = holds_back  # whether to hold tokens back even if only one tile fits
         self.seconds_max: float | None = None  # predicted seconds that prompts may add; None: any
         self.seconds_added = 0.0  # predicted seconds added by prompts
@@ -223,7 +225,10 @@ class IterationBuilder:
         self.num_tokens_left -= over
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
-        """Add slices of the turn's missing positions, lowest first, up to the budget; return how many."""
+        """Add slices of the turn's missing positions, lowest first, up to the budget.
+
+        Return the number of added tokens.
+        """
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)

@@ -43,7 +43,7 @@ from typing import NamedTuple, Protocol
 
 from pensieve.core.identities import Identities
 
-HOLDERS_SUMMED_MAX = 64  # per branch: holders that count with their own idle times and ratios
+HOLDERS_SUMMED_MAX = 64  # holders of a branch that `Branch.holders_weight` counts individually
 
 
 class Chunk:

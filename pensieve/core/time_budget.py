@@ -44,7 +44,8 @@ their time becomes measurable, or at tbt_seconds or prompt_seconds_max.
 
 `plan` and `commit` get the times as arguments, so a replayed journal has the same pieces. With S pipeline
 stages, a turn's next token comes after S iterations. So each iteration may add an S-th of prompt_seconds_max.
-The iterations in flight determine how long an iteration may take to meet the objective (pipeline_stages.py).
+How long an iteration may take without missing the objective depends on the iterations in flight
+(pipeline_stages.py).
 If an iteration has decodes, its time counts from the previous commit to its own commit, because generating
 turns wait for all of this time.
 """
@@ -176,7 +177,7 @@ class TimeBudget:
             self._added.append(_Measured(max(measured - base, 0.0) / added, added))
 
     def _longest(self, now: float) -> float:
-        """Return the time that an iteration may take in each stage, to meet the objective."""
+        """Return how long an iteration may take in each stage without missing the objective."""
         if self._stage_times is None:
             return self._tbt
         return self._stage_times.longest(now, self._committed_at, self._tbt * self._stages)

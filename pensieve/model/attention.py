@@ -102,7 +102,7 @@ class PagedPass:
             self._memory.copy_within(layer, self._copies)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the load probe checked 0..n-1
         memory, batch = self._memory, self.batch
         self.wait_for_pages(layer)
         pages = (memory.key_pages(layer), memory.value_pages(layer))

@@ -11,8 +11,8 @@ the arena with the group's pages of this layer (kv/streamer.py).
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
 counted from its own first row.  `paged_rows` is None, so fused layers run only their dense operations and
 call this attention.  On a CPU, resident turns use the same functions, so streaming does not change results.
-On a GPU, a layer without streamed turns rotates and writes in one kernel, with rounded cosines.  So streaming
-changes results by rounding.
+On a GPU, if no turn is streamed, one fused kernel rotates and writes the keys, with rounded cosines.  So
+streaming changes results by rounding.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StreamedPass:
             self._memory.copy_within(layer, self._copies)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the load probe checked 0..n-1
         memory, streamer = self._memory, self._streamer
         self.wait_for_pages(layer)
         kv_scales = memory.kv_scales(layer)

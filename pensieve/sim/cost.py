@@ -82,7 +82,7 @@ class HardwarePreset:
     overhead_seconds: float = 0.0005
     devices: int = 1
     tile_tokens: int = 1
-    unhidden_share: float = 0.0
+    unhidden_share: float = 0.0  # see core/cost.py
     collective_seconds: float = 0.0
     peer_bytes_per_second: float = math.inf
 

@@ -10,15 +10,18 @@ without that bug. Only one daemon writes at a time: transactions are IMMEDIATE, 
 while it holds the writers' lock. Other operations are safe, too:
 
     recovery     The first daemon to open the file recovers the log, while no other process has the file open,
-    on a connection that it then closes (`_recover`). If a process dies later, while other daemons run, SQLite
-    recovers only if that process died while writing the header of the -shm file. This recovery copies unused
-    memory of a running daemon to the -shm file, where it stays until the last daemon closes the history.
+                 on a connection that it then closes (`_recover`). Closing removes the -shm file, into which a
+                 recovery copies unused memory of the daemon. A recovery while other daemons run is rare: only
+                 if a process died while it wrote the header of the -shm file. Then the -shm file stays until
+                 the last daemon closes the history.
     truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite truncates
-    the log only if every frame is in the database and no process reads the log. Otherwise SQLite reports that
-    it did not truncate, and we try again. wiping       `secure_delete` wipes the pages that the transaction
-    changes, whichever process wrote them before. After a commit by another process, SQLite reads cached pages
-    again. migrations   run while only one daemon has the file open. The next deletion removes the copies that
-    they make. closing      The last connection moves the log into the database and removes the log.
+                 the log only if every frame is in the database and no process reads the log. Otherwise SQLite
+                 reports that it did not truncate, and we try again.
+    wiping       `secure_delete` wipes the pages that the transaction changes, whichever process wrote them
+                 before. After a commit by another process, SQLite reads cached pages again.
+    migrations   run while only one daemon has the file open. They copy the old database to a file beside it.
+                 The next deletion removes these copies.
+    closing      The last connection moves the log into the database and removes the log.
 
 **Threads.** The connection may move between threads, but two threads must not use it at once. If they do,
 the second one gets a RuntimeError.

@@ -84,10 +84,10 @@ class ResponseStore:
             ).fetchone()
         return row is not None
 
-    def unneeded_without(self, response_id: str, *, tenant: str = "") -> Removed:
+    def conversation_unneeded_without(self, response_id: str, *, tenant: str = "") -> Removed:
         """Return what `delete` would return, without deleting the response."""
         with self._transactions.reading(is_snapshot=True) as conn:
-            return _unneeded_without(conn, _require(conn, response_id, tenant))
+            return _conversation_unneeded_without(conn, _require(conn, response_id, tenant))
 
     @repeated
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
@@ -171,7 +171,7 @@ def _require(conn: Connection, response_id: str, tenant: str) -> _Row:
 
 def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
     row = _require(conn, response_id, tenant)
-    unneeded = _unneeded_without(conn, row)
+    unneeded = _conversation_unneeded_without(conn, row)
     wipe_bodies(conn, tenant, (row.body,))
     conn.execute("DELETE FROM responses WHERE response = ?", (row.response,))
     conn.execute(
@@ -181,7 +181,7 @@ def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
     return unneeded
 
 
-def _unneeded_without(conn: Connection, row: _Row) -> Removed:
+def _conversation_unneeded_without(conn: Connection, row: _Row) -> Removed:
     """Return the response's conversation if nothing else needs it, otherwise an empty `Removed`."""
     has_others = conn.execute(
         "SELECT 1 FROM responses WHERE conversation = ? AND response <> ? LIMIT 1",

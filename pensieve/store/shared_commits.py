@@ -222,8 +222,8 @@ class SharedCommits(WriterConnection):
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
         """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
-        # `truncate_journal` calls this while it has the connection. Any other such call is a mistake, for
-        # which `_operation` raises an error.
+        # `truncate_journal` calls this while it has the connection. If another caller already has the
+        # connection, that is a mistake, and `_operation` raises an error.
         if self._queue.is_mine:
             with super().reading(is_snapshot) as conn:
                 yield conn

@@ -72,7 +72,7 @@ class StagedExecutor(ModelledExecutor):
 def run_pipeline(
     engine: Replica, num_stages: int, arrivals: Iterable[Arrival], window: Window
 ) -> Row:
-    """Return the figures of all engines together. `engine` describes each; its cost is that of one stage.
+    """Return the figures of all engines together. Each is like `engine`, whose cost is the cost of one stage.
 
     If an engine handles the stages itself, there is only one engine.
     """

@@ -1,7 +1,7 @@
 """A schema of KubeRay's RayService (ray.io/v1) and of a pod: only the fields that docs/cluster uses.
 
-A leaf of the schema is a type. A list has the schema of its elements. `Rest` allows any names. A name that is
-not in the schema is reported as a problem, because KubeRay would drop it silently.
+A leaf of the schema is a type. A list has the schema of its elements. `AnyNames` allows any names. Elsewhere,
+a name that is not in the schema is reported as a problem, because KubeRay would drop it silently.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Rest:
+class AnyNames:
     """A mapping with any names."""
 
     of: Any
@@ -38,7 +38,7 @@ CONTAINER = {
     "image": str,
     "env": Optional([NAME_VALUE]),
     "ports": Optional([{"name": str, "containerPort": int}]),
-    "resources": Optional({"requests": Rest(str), "limits": Rest(str)}),
+    "resources": Optional({"requests": AnyNames(str), "limits": AnyNames(str)}),
     "volumeMounts": Optional([{"name": str, "mountPath": str, "readOnly": Optional(bool)}]),
 }
 VOLUME = {
@@ -64,7 +64,7 @@ RAY_SERVICE = {
         "rayClusterConfig": {
             "rayVersion": Optional(str),
             "authOptions": Optional({"mode": Is("token"), "secretName": Optional(str)}),
-            "headGroupSpec": {"rayStartParams": Rest(str), "template": POD},
+            "headGroupSpec": {"rayStartParams": AnyNames(str), "template": POD},
             "workerGroupSpecs": Optional(
                 [
                     {
@@ -72,7 +72,7 @@ RAY_SERVICE = {
                         "replicas": Optional(int),
                         "minReplicas": Optional(int),
                         "maxReplicas": Optional(int),
-                        "rayStartParams": Rest(str),
+                        "rayStartParams": AnyNames(str),
                         "template": POD,
                     }
                 ]
@@ -92,7 +92,7 @@ def _problems(found: Any, schema: Any, where: str) -> Iterator[str]:
     elif isinstance(schema, Is):
         if found != schema.value:
             yield f"{where}: not {schema.value!r}"
-    elif isinstance(schema, Rest):
+    elif isinstance(schema, AnyNames):
         if not isinstance(found, dict):
             yield f"{where}: not a mapping"
             return

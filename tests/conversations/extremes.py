@@ -10,9 +10,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from google.protobuf import descriptor, struct_pb2
-
-Kind = descriptor.FieldDescriptor
+from google.protobuf import struct_pb2
+from google.protobuf.descriptor import FieldDescriptor
 
 TEXTS = (
     *("", "a", "c1", "c2", "c3", "hello", "7", "-1", "0", "9" * 19, "x" * 128, "x" * 129),
@@ -31,47 +30,47 @@ DOUBLES = (
     *(float("nan"), float("inf"), float("-inf"), 0.1, 100.0),
 )
 INTEGERS = {
-    Kind.CPPTYPE_INT32: (0, 1, -1, 2, 7, 128, 2**31 - 1, -(2**31), 1000),
-    Kind.CPPTYPE_INT64: (0, 1, -1, 2, 2**31, 2**53 + 1, 2**63 - 1, -(2**63)),
-    Kind.CPPTYPE_UINT32: (0, 1, 2, 511, 512, 2**31, 2**32 - 1),
-    Kind.CPPTYPE_UINT64: (0, 1, 2**63 - 1, 2**63, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_INT32: (0, 1, -1, 2, 7, 128, 2**31 - 1, -(2**31), 1000),
+    FieldDescriptor.CPPTYPE_INT64: (0, 1, -1, 2, 2**31, 2**53 + 1, 2**63 - 1, -(2**63)),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2, 511, 512, 2**31, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2**63 - 1, 2**63, 2**64 - 1),
 }
 COUNTS = (0, 1, 1, 2, 3, 17, 129, 600)
 DEPTH_MAX = 4  # nested messages in a random message
 
 
-def values_of(field: Kind) -> tuple[Any, ...]:
+def values_of(field: FieldDescriptor) -> tuple[Any, ...]:
     """Return the extreme values of one element of a field. The field must not be a message."""
-    if field.type == Kind.TYPE_BYTES:
+    if field.type == FieldDescriptor.TYPE_BYTES:
         return BYTES
     match field.cpp_type:
-        case Kind.CPPTYPE_STRING:
+        case FieldDescriptor.CPPTYPE_STRING:
             return TEXTS
-        case Kind.CPPTYPE_DOUBLE | Kind.CPPTYPE_FLOAT:
+        case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
             return DOUBLES
-        case Kind.CPPTYPE_BOOL:
+        case FieldDescriptor.CPPTYPE_BOOL:
             return (False, True)
-        case Kind.CPPTYPE_ENUM:
+        case FieldDescriptor.CPPTYPE_ENUM:
             return (*(each.number for each in _required(field.enum_type).values), 99, -1, 2**31 - 1)
-        case kind:
-            return INTEGERS[kind]
+        case cpp_type:
+            return INTEGERS[cpp_type]
 
 
-def with_one_extreme_value(kind: Any) -> Iterator[Any]:
+def with_one_extreme_value(message_class: Any) -> Iterator[Any]:
     """Yield messages of a class, each with one extreme value in one field. Nested messages are included."""
-    for field in kind.DESCRIPTOR.fields:
+    for field in message_class.DESCRIPTOR.fields:
         if is_message(field):
             inner = class_of(field)
-            yield with_value(kind(), field, inner())
+            yield with_value(message_class(), field, inner())
             if inner is struct_pb2.Struct:
                 for struct in structs():
-                    yield with_value(kind(), field, struct)
+                    yield with_value(message_class(), field, struct)
             elif not is_map(field):
                 for each in with_one_extreme_value(inner):
-                    yield with_value(kind(), field, each)
+                    yield with_value(message_class(), field, each)
             continue
         for value in values_of(field):
-            yield with_value(kind(), field, value)
+            yield with_value(message_class(), field, value)
 
 
 def structs() -> Iterator[struct_pb2.Struct]:
@@ -99,13 +98,13 @@ def structs() -> Iterator[struct_pb2.Struct]:
         yield struct
 
 
-def with_random_extreme_values(kind: Any, choose: random.Random, depth: int = 0) -> Any:
+def with_random_extreme_values(message_class: Any, choose: random.Random, depth: int = 0) -> Any:
     """Return a message of a class in which any number of fields have extreme values."""
-    message = kind()
-    if kind is struct_pb2.Struct:
+    message = message_class()
+    if message_class is struct_pb2.Struct:
         return choose.choice(list(structs())) if choose.random() < 0.5 else message
     share = choose.choice((0.2, 0.5, 0.9))
-    for field in kind.DESCRIPTOR.fields:
+    for field in message_class.DESCRIPTOR.fields:
         if choose.random() > share or (is_message(field) and depth >= DEPTH_MAX):
             continue
         count = choose.choice(COUNTS) if is_repeated(field) else 1
@@ -123,7 +122,7 @@ def with_random_extreme_values(kind: Any, choose: random.Random, depth: int = 0)
     return message
 
 
-def with_value(message: Any, field: Kind, value: Any) -> Any:
+def with_value(message: Any, field: FieldDescriptor, value: Any) -> Any:
     """Add an element to a repeated field, or set the value of another field. Return the message."""
     if is_map(field):
         values = _required(field.message_type).fields_by_name
@@ -141,8 +140,8 @@ def with_value(message: Any, field: Kind, value: Any) -> Any:
     return message
 
 
-def is_message(field: Kind) -> bool:
-    return bool(field.cpp_type == Kind.CPPTYPE_MESSAGE)
+def is_message(field: FieldDescriptor) -> bool:
+    return bool(field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE)
 
 
 def _required(found: Any) -> Any:
@@ -151,14 +150,16 @@ def _required(found: Any) -> Any:
     return found
 
 
-def is_repeated(field: Kind) -> bool:
+def is_repeated(field: FieldDescriptor) -> bool:
     found = getattr(field, "is_repeated", None)  # in newer versions, where `label` warns
-    return bool(_required(field).label == Kind.LABEL_REPEATED if found is None else found)
+    return bool(
+        _required(field).label == FieldDescriptor.LABEL_REPEATED if found is None else found
+    )
 
 
-def is_map(field: Kind) -> bool:
+def is_map(field: FieldDescriptor) -> bool:
     return is_message(field) and bool(_required(field.message_type).GetOptions().map_entry)
 
 
-def class_of(field: Kind) -> Any:
+def class_of(field: FieldDescriptor) -> Any:
     return _required(field.message_type)._concrete_class

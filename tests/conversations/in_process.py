@@ -66,7 +66,10 @@ class OneThread:
 def turn_ends(
     turns: Turns, history: History, try_put: Callable[[EngineMessage | None], Any]
 ) -> TurnEnds:
-    """Return a TurnEnds that works at once, without readers or limits. `try_put` gets its messages."""
+    """Return a TurnEnds that does all work in the call, without followers or limits.
+
+    `try_put` gets its messages to the engine.
+    """
     threads: Any = OneThread()
     followers = TurnFollowers(threads, FollowerLimits(0.0, 0.0, 0), lambda live: None)
     engine, admission = (
@@ -77,7 +80,7 @@ def turn_ends(
 
 
 class Conversations:
-    """Does the daemon's work in one thread, at once: history, live turns, messages to the engine."""
+    """Does the daemon's work in one thread, inside each call: history, live turns, messages to the engine."""
 
     def __init__(
         self, history: History, turns: Turns, mailbox: Mailbox, defaults: Sampling

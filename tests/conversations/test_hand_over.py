@@ -31,7 +31,12 @@ from tests.conversations.proxy import Proxy
 from tests.conversations.rig_daemon import DaemonRig
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
-WRITTEN = {"device_cache": "4000t", "host_cache": "4000t", "threads": "1", "check_kv": "true"}
+ENGINE_SETTINGS = {
+    "device_cache": "4000t",
+    "host_cache": "4000t",
+    "threads": "1",
+    "check_kv": "true",
+}
 GREEDY = pb.Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 NAMES = [f"c{number}" for number in range(20)]
 SIZE = 32
@@ -39,7 +44,9 @@ SIZE = 32
 
 def rig(data: Path, **written: str) -> DaemonRig:
     listening = Listening("127.0.0.1:0", data / "admin.sock", hand_over=True)
-    return DaemonRig(data, program=ENGINE, written={**WRITTEN, **written}, listening=listening)
+    return DaemonRig(
+        data, program=ENGINE, written={**ENGINE_SETTINGS, **written}, listening=listening
+    )
 
 
 @dataclass

@@ -457,7 +457,7 @@ class People:
         if process is None or name not in self.histories.names():
             return None
         live = (lambda deed: self._may_happen(name, deed)) if process.is_settled else None
-        return self._look(process.looking, name, live)
+        return self._look(process.inspector, name, live)
 
     def check_store_after_death(self, looking: Any) -> None:
         """Check the store of a dead process: each deed under way has happened by now or never will."""

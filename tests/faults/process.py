@@ -29,7 +29,7 @@ class Process:
         self.fibers = fibers
         self._threads_max = threads_max
         prepare(store)
-        self.looking = looking_at(store.folder.database_path)  # reads without the disk's faults
+        self.inspector = open_inspector(store.folder.database_path)
         self.daemon: Daemon | None = None  # None before the start
         self.link: Link | None = None
         self.in_job = False
@@ -78,12 +78,13 @@ class Process:
         if self.daemon is not None:
             self.daemon.engine._spare.release()
         self.loop.abandon()
-        self.looking.close()
+        self.inspector.close()
         writer_of(self.store)._discard()
         self.store.folder.close(clean=False)
 
 
-def looking_at(path: Any) -> Any:
+def open_inspector(path: Any) -> Any:
+    """Return a read-only connection that bypasses the faults of the simulated disk."""
     return preferred_driver.connect(
         f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
     )

@@ -12,8 +12,9 @@ order, but one seed always gives the same order.
 
 These checks run all the time:
 
-* each slice against the ledger (the tokens it attends to), and the core against its invariants;
-* each reply, as delivered and as stored, against the arithmetic of the ledger's tokens;
+* the tokens that each slice attends to, against the ledger (the simulated device, tests/fakes.py), and the
+  core against its invariants;
+* each reply, as delivered and as stored, against the tokens that the ledger's arithmetic gives;
 * each history against all possible histories, given the answers that clients received;
 * the tokens of an attempt against the tokens delivered earlier for the same attempt.
 
@@ -47,7 +48,7 @@ from tests.faults.fibers import Fibers
 from tests.faults.kinds import BY_ITSELF, BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
 from tests.faults.machine import Link, Machine
 from tests.faults.people import People
-from tests.faults.process import Process, looking_at, quiet
+from tests.faults.process import Process, open_inspector, quiet
 from tests.faults.texts import template
 from tests.faults.threads import Threads
 
@@ -379,8 +380,10 @@ class World:
             self.note("service", "is gone")
             self.people.lose()
             process.bury()
-            with contextlib.closing(looking_at(self.disk.folder / "conversations.db")) as looking:
-                self.people.check_store_after_death(looking)
+            with contextlib.closing(
+                open_inspector(self.disk.folder / "conversations.db")
+            ) as inspector:
+                self.people.check_store_after_death(inspector)
 
     @contextlib.contextmanager
     def _mortal(self) -> Iterator[None]:
@@ -474,7 +477,7 @@ class World:
             people.delete(name)
         self.rest()
         assert not people.names, "a deleted conversation still exists"
-        assert conversation_rows.num_conversations(process.looking) == 0
+        assert conversation_rows.num_conversations(process.inspector) == 0
         assert process.store.verify() == []
         assert people.daemon is not None
         assert people.daemon.num_turns_of("") == 0, "a turn or warm that has ended still counts"
@@ -492,7 +495,7 @@ class World:
         """Return a digest of every row of the store."""
         digest = hashlib.blake2b(digest_size=16)
         for table in ("conversations", "turns", "messages", "history", "bodies", "tenants"):
-            for row in process.looking.execute(f"SELECT * FROM {table} ORDER BY 1, 2"):
+            for row in process.inspector.execute(f"SELECT * FROM {table} ORDER BY 1, 2"):
                 digest.update(repr(row).encode())
         return digest.hexdigest()
 

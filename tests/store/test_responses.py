@@ -33,7 +33,9 @@ def raw(store: ConversationStore) -> bytes:
     return b"".join((store.folder.path / name).read_bytes() for name in names)
 
 
-def of_tea(response_id: str = "resp_1", revision: int | None = 1, **more: Any) -> StoredResponse:
+def tea_response(
+    response_id: str = "resp_1", revision: int | None = 1, **more: Any
+) -> StoredResponse:
     values: dict[str, Any] = {
         "body": {"id": response_id, "text": "SECRET-hello"},
         "request": "a1",
@@ -52,7 +54,7 @@ def spoken(store: ConversationStore) -> ConversationStore:
 
 
 def test_a_response_is_found_by_its_id_and_tenant(spoken: ConversationStore) -> None:
-    response = of_tea(is_ours=True)
+    response = tea_response(is_ours=True)
     spoken.responses.save(response)
     assert found(spoken, "resp_1") == response
     assert found(spoken, "resp_2") is None
@@ -63,8 +65,8 @@ def test_a_response_is_found_by_its_id_and_tenant(spoken: ConversationStore) -> 
 def test_saving_a_response_again_replaces_it_and_wipes_the_old_text(
     spoken: ConversationStore,
 ) -> None:
-    spoken.responses.save(of_tea(revision=None, body={"status": "SECRET-queued"}))
-    spoken.responses.save(of_tea(body={"status": "completed"}))
+    spoken.responses.save(tea_response(revision=None, body={"status": "SECRET-queued"}))
+    spoken.responses.save(tea_response(body={"status": "completed"}))
     again = found(spoken, "resp_1")
     assert again is not None
     assert (again.body, again.revision) == ({"status": "completed"}, 1)
@@ -77,15 +79,15 @@ def test_a_response_needs_an_existing_conversation_and_cannot_move_to_another(
     spoken: ConversationStore,
 ) -> None:
     with pytest.raises(NotFound):
-        spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="none"))
-    spoken.responses.save(of_tea())
+        spoken.responses.save(dataclasses.replace(tea_response(), conversation_id="none"))
+    spoken.responses.save(tea_response())
     with pytest.raises(AlreadyExists):
-        spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="cup"))
+        spoken.responses.save(dataclasses.replace(tea_response(), conversation_id="cup"))
 
 
 @pytest.mark.sqlite  # reads SQLite's files
 def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore) -> None:
-    spoken.responses.save(of_tea())
+    spoken.responses.save(tea_response())
     assert b"SECRET" in raw(spoken)
     assert spoken.responses.delete("resp_1").conversation_id == ""
     assert b"SECRET" not in raw(spoken)
@@ -96,7 +98,7 @@ def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore)
 
 
 def test_a_response_is_deleted_with_its_conversation(spoken: ConversationStore) -> None:
-    spoken.responses.save(of_tea())
+    spoken.responses.save(tea_response())
     spoken.delete_conversation("tea")
     assert b"SECRET" not in raw(spoken)
     assert found(spoken, "resp_1") is None
@@ -106,9 +108,9 @@ def test_a_response_is_deleted_with_its_conversation(spoken: ConversationStore) 
 def test_a_conversation_created_for_a_response_is_to_be_deleted_with_its_last_response(
     spoken: ConversationStore,
 ) -> None:
-    spoken.responses.save(of_tea("resp_1", is_ours=True))
+    spoken.responses.save(tea_response("resp_1", is_ours=True))
     say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
-    spoken.responses.save(of_tea("resp_2", 2, is_ours=True))
+    spoken.responses.save(tea_response("resp_2", 2, is_ours=True))
     assert spoken.responses.delete("resp_2").conversation_id == ""
     assert spoken.responses.delete("resp_1").conversation_id == "tea"
 
@@ -116,7 +118,7 @@ def test_a_conversation_created_for_a_response_is_to_be_deleted_with_its_last_re
 def test_a_continued_conversation_is_kept_after_its_last_response_is_deleted(
     spoken: ConversationStore,
 ) -> None:
-    spoken.responses.save(of_tea(is_ours=True))
+    spoken.responses.save(tea_response(is_ours=True))
     say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
     assert spoken.responses.delete("resp_1").conversation_id == ""
 
@@ -124,7 +126,7 @@ def test_a_continued_conversation_is_kept_after_its_last_response_is_deleted(
 def test_a_conversation_with_a_running_turn_is_kept_after_its_last_response_is_deleted(
     spoken: ConversationStore,
 ) -> None:
-    spoken.responses.save(of_tea(is_ours=True))
+    spoken.responses.save(tea_response(is_ours=True))
     begin(spoken, "tea", "r2", "more", 30)
     assert spoken.responses.delete("resp_1").conversation_id == ""
 
@@ -132,12 +134,12 @@ def test_a_conversation_with_a_running_turn_is_kept_after_its_last_response_is_d
 def test_a_conversation_created_by_a_client_is_kept_after_its_last_response_is_deleted(
     spoken: ConversationStore,
 ) -> None:
-    spoken.responses.save(of_tea())
+    spoken.responses.save(tea_response())
     assert spoken.responses.delete("resp_1").conversation_id == ""
 
 
 def test_verify_finds_a_response_without_its_conversation(spoken: ConversationStore) -> None:
-    spoken.responses.save(of_tea())
+    spoken.responses.save(tea_response())
     with writer_of(spoken).reading() as conn:
         without_foreign_keys(conn)
         conn.execute("UPDATE responses SET conversation = 77")
@@ -145,19 +147,21 @@ def test_verify_finds_a_response_without_its_conversation(spoken: ConversationSt
 
 
 def test_a_response_is_stored_in_the_transaction_of_its_reply(spoken: ConversationStore) -> None:
-    spoken.responses.save(of_tea(revision=None, body={"status": "queued"}))
+    spoken.responses.save(tea_response(revision=None, body={"status": "queued"}))
     turn_id = begin(spoken, "tea", "r2", "again", 12)
-    of_cup = dataclasses.replace(of_tea("resp_2"), conversation_id="cup")
-    spoken.responses.save(of_cup)
+    cup_response = dataclasses.replace(tea_response("resp_2"), conversation_id="cup")
+    spoken.responses.save(cup_response)
     with pytest.raises(AlreadyExists):  # neither the turn's end nor the response is stored
-        spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=of_tea("resp_2"))
+        spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=tea_response("resp_2"))
     assert spoken.get_conversation("tea").revision == 1
     turn_id = begin(spoken, "tea", "r2", "again", 12)  # the failed end has interrupted the turn
-    done = of_tea(revision=None, body={"status": "completed"})
+    done = tea_response(revision=None, body={"status": "completed"})
     assert spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=done) == 2
     again = found(spoken, "resp_1")
     assert again is not None
     assert (again.body, again.revision) == ({"status": "completed"}, 2)
-    spoken.responses.save(of_tea(revision=None, body={"status": "in_progress"}))  # ignored: late
+    spoken.responses.save(
+        tea_response(revision=None, body={"status": "in_progress"})
+    )  # ignored: late
     assert found(spoken, "resp_1") == again
     assert spoken.verify() == []

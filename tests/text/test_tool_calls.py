@@ -66,7 +66,7 @@ REPLIES = {
 @pytest.mark.parametrize("name", REPLIES)
 def test_calls_are_read_from_replies(name: str) -> None:
     found = read(name.partition(",")[0], REPLIES[name])
-    assert found.whole == [PARIS, TIME]
+    assert found.parsed_calls == [PARIS, TIME]
     assert (found.text, found.ends_with_call) == ("", True)
 
 
@@ -84,7 +84,7 @@ def test_a_reply_cut_off_at_any_length_loses_nothing(name: str) -> None:
     style, reply = name.partition(",")[0], REPLIES[name]
     for border in range(len(reply)):
         found = read(style, reply[:border])
-        assert found.whole == [PARIS, TIME][: len(found.whole)]
+        assert found.parsed_calls == [PARIS, TIME][: len(found.parsed_calls)]
         assert [each for each, _ in found.calls] == ["get_weather", "get_time"][: len(found.calls)]
         if not found.calls:
             assert found.text == reply[:border]
@@ -99,18 +99,22 @@ def test_arguments_are_passed_on_incrementally_and_verbatim() -> None:
     ]
     cut_off = read("hermes", reply[: reply.index("\\u")])
     assert cut_off.calls == [("get_weather", '{"city" :\t"Par')]
-    assert (cut_off.whole, cut_off.text, cut_off.ends_with_call) == ([], "", False)
+    assert (cut_off.parsed_calls, cut_off.text, cut_off.ends_with_call) == ([], "", False)
 
 
 def test_a_call_with_invalid_json_stays_unfinished_and_the_rest_is_text() -> None:
     found = read("hermes", '<tool_call>{"name": "get_time", "arguments": {"a": tru}}</tool_call> x')
     assert found.calls == [("get_time", '{"a": ')]
-    assert (found.whole, found.text, found.ends_with_call) == ([], "tru}}</tool_call> x", False)
+    assert (found.parsed_calls, found.text, found.ends_with_call) == (
+        [],
+        "tru}}</tool_call> x",
+        False,
+    )
 
 
 def test_white_space_of_text_is_kept_but_not_that_of_calls() -> None:
     found = read("hermes", "I look.\n\n" + REPLIES["hermes"] + "\n\nSo.\n")
-    assert (found.text, found.whole) == ("I look.\n\nSo.\n", [PARIS, TIME])
+    assert (found.text, found.parsed_calls) == ("I look.\n\nSo.\n", [PARIS, TIME])
     assert not found.ends_with_call
     assert read("hermes", REPLIES["hermes"] + "\n\nSo.").text == "So."
     assert read("hermes", REPLIES["hermes"] + "\n \n").text == ""
@@ -119,7 +123,7 @@ def test_white_space_of_text_is_kept_but_not_that_of_calls() -> None:
 def test_a_call_may_follow_the_beginning_of_a_marker() -> None:
     for lead in ("<", "<tool_", "<tool_call>", '<tool_call>{"name', "a <b> "):
         found = read("hermes", lead + REPLIES["hermes"])
-        assert (found.text, found.whole) == (lead.rstrip(), [PARIS, TIME])
+        assert (found.text, found.parsed_calls) == (lead.rstrip(), [PARIS, TIME])
 
 
 NO_CALLS = [
@@ -162,12 +166,12 @@ def test_replies_without_a_valid_call_stay_text_exactly(style: str, text: str) -
     for reply in (text, text + "\n", "\n " + text):
         found = read(style, *reply)
         assert found.text == reply or found.calls, reply
-        assert found.whole == []
+        assert found.parsed_calls == []
     assert read(style, text) == (text, [], [], False, "")
 
 
 def test_without_tools_a_call_may_have_any_printable_name() -> None:
-    assert read("hermes", '<tool_call>{"name": "other"}', tools=()).whole == [("other", {})]
+    assert read("hermes", '<tool_call>{"name": "other"}', tools=()).parsed_calls == [("other", {})]
     for name in ("", "a\\nb", "a" * 257):
         text = f'<tool_call>{{"name": "{name}"}}'
         assert read("hermes", text, tools=()).text == text
@@ -176,7 +180,7 @@ def test_without_tools_a_call_may_have_any_printable_name() -> None:
 def test_a_reply_has_a_bounded_number_of_calls() -> None:
     one = '<tool_call>{"name": "get_time"}</tool_call>'
     found = read("hermes", one * (CALLS_MAX + 1))
-    assert (len(found.whole), found.text) == (CALLS_MAX, one)
+    assert (len(found.parsed_calls), found.text) == (CALLS_MAX, one)
 
 
 # -- literals --
@@ -206,7 +210,7 @@ def test_a_reply_has_a_bounded_number_of_calls() -> None:
 )
 def test_python_literals_are_read_as_arguments(literal: str, value: Any) -> None:
     found = read("pythonic", f"[get_weather(city={literal})]")
-    assert found.whole == [("get_weather", {"city": value})]
+    assert found.parsed_calls == [("get_weather", {"city": value})]
 
 
 @pytest.mark.parametrize(
@@ -219,15 +223,15 @@ def test_python_literals_are_read_as_arguments(literal: str, value: Any) -> None
 )
 def test_python_expressions_that_are_not_literals_are_no_arguments(literal: str) -> None:
     found = read("pythonic", f"[get_weather(city={literal})]")
-    assert found.whole == []
+    assert found.parsed_calls == []
     assert [name for name, _ in found.calls] == ["get_weather"]
     assert found.text.endswith(")]")
 
 
 def test_a_repeated_argument_is_no_call() -> None:
-    assert read("pythonic", "[get_weather(city=1, city=2)]").whole == []
+    assert read("pythonic", "[get_weather(city=1, city=2)]").parsed_calls == []
     twice = "<parameter=city>1</parameter>" * 2
-    assert read("hermes", f"<function=get_weather>{twice}</function>").whole == []
+    assert read("hermes", f"<function=get_weather>{twice}</function>").parsed_calls == []
 
 
 def test_the_schema_decides_the_type_of_an_xml_argument() -> None:
@@ -245,7 +249,7 @@ def test_the_schema_decides_the_type_of_an_xml_argument() -> None:
         ("", "{'a'}", ("", "{'a'}")),
     ):
         found = read("hermes", *element(city, days))
-        assert found.whole == [("get_weather", {"city": values[0], "days": values[1]})]
+        assert found.parsed_calls == [("get_weather", {"city": values[0], "days": values[1]})]
 
 
 # -- control tokens --
@@ -262,18 +266,18 @@ def test_a_marker_token_without_text_also_opens_a_call() -> None:
         ("pythonic", [("", call), ("[get_time()]", call)]),
     ):
         once = read(style, "Wait. ", *tokens)
-        assert (once.text, once.whole, once.ends_with_call) == ("Wait.", [TIME], True), style
+        assert (once.text, once.parsed_calls, once.ends_with_call) == ("Wait.", [TIME], True), style
         twice = read(style, "Wait. ", *tokens, *tokens)
-        assert (twice.text, twice.whole) == ("Wait.", [TIME, TIME]), style
+        assert (twice.text, twice.parsed_calls) == ("Wait.", [TIME, TIME]), style
         apart = read(style, *tokens, "\n", *tokens, "\nSo.")
-        assert (apart.text, apart.whole) == ("So.", [TIME, TIME]), style
+        assert (apart.text, apart.parsed_calls) == ("So.", [TIME, TIME]), style
 
 
 def test_a_marker_that_is_a_token_counts_only_as_that_token() -> None:
     style = style_of(template_of(QWEN_3))
     assert style is not None
     assert read(style, REPLIES["hermes"]).text == REPLIES["hermes"]
-    assert read(style, (REPLIES["hermes"], Part.TOOL_CALL)).whole == [PARIS, TIME]
+    assert read(style, (REPLIES["hermes"], Part.TOOL_CALL)).parsed_calls == [PARIS, TIME]
 
 
 def test_thinking_inside_the_beginning_of_a_call_makes_it_text() -> None:
@@ -332,7 +336,7 @@ def test_a_call_written_by_a_template_is_read(family: Family) -> None:
     style = style_of(template)
     assert style is not None
     found = read(style, *tokens)
-    assert found.whole == [("get_weather", {"city": 'Pa"ris\n', "days": [3, None]})]
+    assert found.parsed_calls == [("get_weather", {"city": 'Pa"ris\n', "days": [3, None]})]
     assert (found.text.strip(), found.ends_with_call) == ("", True)
 
 
@@ -347,7 +351,7 @@ def test_random_written_calls_are_read(
         calls = [(name, dict.fromkeys(given, 7)) for name, given in calls]
     reply = WRITERS[writer](calls)
     found = read(writer.split()[0], *cut(reply, borders), tools=())
-    assert [(name, json.dumps(given)) for name, given in found.whole] == [
+    assert [(name, json.dumps(given)) for name, given in found.parsed_calls] == [
         (name, json.dumps(given)) for name, given in calls
     ]
     assert (found.text, found.ends_with_call) == ("", True)

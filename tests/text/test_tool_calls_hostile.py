@@ -132,7 +132,7 @@ def test_memory_is_bounded() -> None:
 )
 def test_nesting_is_limited_as_in_messages(style: str, lead: str, end: str) -> None:
     most = DEPTH_MAX if style == "pythonic" else DEPTH_MAX - 1  # the arguments object is one level
-    assert len(read(style, lead + "[" * most + "]" * most + end).whole) == 1
+    assert len(read(style, lead + "[" * most + "]" * most + end).parsed_calls) == 1
     deeper = read(style, lead + "[" * (most + 1) + "]" * (most + 1) + end)
-    assert deeper.whole == []
+    assert deeper.parsed_calls == []
     assert deeper.text == "[" + "]" * (most + 1) + end

@@ -32,7 +32,7 @@ class Read(NamedTuple):
 
     text: str
     calls: list[tuple[str, str]]  # name and arguments of each call, as they were written
-    whole: list[tuple[str, Mapping[str, Any]]]
+    parsed_calls: list[tuple[str, Mapping[str, Any]]]  # name and parsed arguments of each call
     ends_with_call: bool
     thinking: str
 

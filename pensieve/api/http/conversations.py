@@ -2,11 +2,13 @@
 
 POST                    create a conversation without messages; items in the request become pending items
 GET, POST …/{id}        describe the conversation; replace its metadata
-DELETE                  delete the conversation
+DELETE …/{id}           delete the conversation
 
-items: GET, GET one     messages, then pending items; a reply has several items (openai/conversation_items)
-items: POST             add pending items, which the next turn includes (store/conversation_changes)
-items: DELETE           delete the last item. A pending item is erased. For a reply, the conversation is
+GET …/{id}/items        list the messages, then pending items; a reply has several items
+                        (openai/conversation_items)
+GET …/items/{item}      return an item
+POST …/{id}/items       add pending items, which the next turn includes (store/conversation_changes)
+DELETE …/items/{item}   delete the last item. A pending item is erased. For a reply, the conversation is
                         rewound, and the messages that the reply answers become pending items again
 """
 
@@ -45,7 +47,7 @@ ONLY_LAST = (
 class ConversationItems(NamedTuple):
     conversation: records.StoredConversation
     pending: tuple[records.NewMessage, ...]
-    first_number: int  # item number of the conversation's first message
+    first_number: int  # the first message's number in item ids (`Place`)
 
     @property
     def waiting(self) -> list[records.StoredMessage]:

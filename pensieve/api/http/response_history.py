@@ -45,7 +45,7 @@ class StartingPoint:
     system_prompt: str
     is_ours: bool
     calls: frozenset[str]  # function calls whose outputs the request may contain
-    first_number: int  # item number of the conversation's first message
+    first_number: int  # the first message's number in item ids (`Place`)
     is_of_response: bool = False  # `revision` is the revision of a response
 
 
@@ -208,7 +208,10 @@ class ResponseHistory:
         # These errors mean that the conversation was deleted or continued meanwhile.
         with contextlib.suppress(NotFound, StaleRevision):
             unneeded = await self._threads.in_store(
-                tenant, self._store.responses.unneeded_without, response_id, tenant=tenant
+                tenant,
+                self._store.responses.conversation_unneeded_without,
+                response_id,
+                tenant=tenant,
             )
             if unneeded.conversation_id:
                 await conversations.delete(unneeded.conversation_id, tenant, unneeded.revision)
@@ -308,7 +311,7 @@ class ResponseHistory:
 
 
 def first_number(has_head: bool) -> int:
-    """Return the item number of the first message. Number 0 is reserved for the system prompt."""
+    """Return the first message's number in item ids. Number 0 is reserved for the system prompt."""
     return 0 if has_head else 1
 
 

@@ -322,7 +322,7 @@ def is_empty(conversation: records.StoredConversation) -> bool:
 def _where(
     new: NewResponse, conversation: records.StoredConversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
-    """Return the place at a conversation's end. `first`: item number of the conversation's first message."""
+    """Return the place at a conversation's end. `first`: the first message's number in item ids."""
     number = first + conversation.num_messages + len(new.turn.messages)
     place = Place(tag_of(new.turn.tenant, conversation.conversation_id), number)
     conversation_id, revision = conversation.conversation_id, conversation.revision

@@ -16,7 +16,7 @@ from tests.conversations.rig_daemon import DaemonRig
 
 MODEL = "builtin"
 MODEL_ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
-WRITTEN = {"threads": "1", "device_cache": "8192t", "host_cache": "16384t"}
+MODEL_SETTINGS = {"threads": "1", "device_cache": "8192t", "host_cache": "16384t"}
 
 
 class Answer(NamedTuple):
@@ -80,7 +80,11 @@ class HttpRig:
 
 @contextmanager
 def http_rig(
-    data: Path, *, model: bool = False, settings: Mapping[str, str] = WRITTEN, **arguments: Any
+    data: Path,
+    *,
+    model: bool = False,
+    settings: Mapping[str, str] = MODEL_SETTINGS,
+    **arguments: Any,
 ) -> Iterator[HttpRig]:
     """Start a daemon. With `model`, it runs the built-in model with `settings`, else the echo engine."""
     if model:

@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.jobs.worker import JobsConfig
 from pensieve.text import style_named
-from tests.api.http.rig_http import MODEL_ENGINE, WRITTEN, HttpRig, http_rig
+from tests.api.http.rig_http import MODEL_ENGINE, MODEL_SETTINGS, HttpRig, http_rig
 from tests.conversations.rig import write_model
 from tests.conversations.rig_daemon import wait_for
 from tests.conversations.schemas import is_valid
@@ -60,7 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     with http_rig(
         folder / "data",
         program=MODEL_ENGINE,
-        written=WRITTEN,
+        written=MODEL_SETTINGS,
         model_folder=a_model(folder / "model"),
         batch_jobs=JobsConfig(call_style=style_named("auto", template_of(QWEN_3))),
     ) as found:

@@ -254,7 +254,7 @@ def test_a_response_is_stored_in_the_transaction_of_its_turn(tmp_path: Path) -> 
 
 
 async def _stop_keeping(server: HttpRig) -> None:
-    """Simulate a crash: nothing is written from now on."""
+    """Simulate a crash: from now on, a response is written only in its turn's transaction."""
     server.rig.daemon.store.responses.save = lambda response: None  # type: ignore[method-assign]
 
 
@@ -293,7 +293,7 @@ def test_deleting_a_response_keeps_a_conversation_that_got_another_turn(
     first = respond(server, "One.")
     responses = server.rig.daemon.store.responses
 
-    for name in ("unneeded_without", "delete"):
+    for name in ("conversation_unneeded_without", "delete"):
         function = getattr(responses, name)
 
         def before_another_turn(*named: Any, act: Any = function, **more: Any) -> Any:

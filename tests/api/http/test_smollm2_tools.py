@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.launch.model_folder import resolve_model
 from pensieve.launch.smollm2 import is_cached
-from tests.api.http.rig_http import MODEL_ENGINE, WRITTEN, http_rig
+from tests.api.http.rig_http import MODEL_ENGINE, MODEL_SETTINGS, http_rig
 from tests.api.http.test_held_calls import SCHEMAS, a_model, check, tools
 from tests.text.families import SMOLLM2
 
@@ -33,7 +33,7 @@ def client(
         pytest.skip("smollm2 was not fetched yet: `pensieve chat smollm2` fetches it")
     with (
         http_rig(
-            folder / "data", program=MODEL_ENGINE, written=WRITTEN, model_folder=model
+            folder / "data", program=MODEL_ENGINE, written=MODEL_SETTINGS, model_folder=model
         ) as found,
         openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as typed,
     ):

@@ -25,7 +25,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(program: Path, shape: tuple[int, int, int], kilobytes: int) -> tuple[int, int, int]:
-    """Return the bytes of all loads and stores, of cache misses, and of cache misses without blocks."""
+    """Return the bytes of all loads and stores, and of cache misses: in blocks, and panel by panel."""
     arguments = [str(each) for each in (*shape, kilobytes)]
     ran = subprocess.run([program, *arguments], capture_output=True, check=True, text=True)
     touched, missed, by_panel = map(int, ran.stdout.split())

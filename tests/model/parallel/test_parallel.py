@@ -265,7 +265,7 @@ class CountedClock:
 
 
 def without_seeds(iteration: Iteration) -> Iteration:
-    """Remove the random seeds of turns that name none. Greedy tokens do not depend on them."""
+    """Set all seeds to 0: turns without a seed get a random one. Greedy tokens do not depend on seeds."""
     started = (each._replace(sampling=replace(each.sampling, seed=0)) for each in iteration.started)
     return replace(iteration, started=tuple(started))
 
@@ -325,9 +325,10 @@ class Replayer(Recorder):
 def test_a_whole_engine_on_two_ranks_is_exact(tmp_path: Path) -> None:
     """Every reply equals the reply of plain transformers, and the reply of one rank.
 
-    Chunks are swapped, dropped and recomputed; turns are suspended, forked and cut. Plans depend on when
-    copies finish, which differs from run to run. So two ranks run first, and their copies are recorded. Then
-    one rank reports each copy at the recorded time. All its iterations and tokens must be the same.
+    Chunks are swapped, dropped and recomputed. Turns are suspended and cancelled. Conversations are forked
+    and rewound. Plans depend on when copies finish, which differs from run to run. So two ranks run first,
+    and their copies are recorded. Then one rank reports each copy at the recorded time. All its iterations
+    and tokens must be the same.
     """
     folder = write_model(tmp_path / "model", QWEN_2_5, "qwen3")
     said = []

@@ -207,8 +207,8 @@ def test_a_whole_engine_in_stages_is_exact(
 ) -> None:
     """Every reply equals the reply of plain transformers.
 
-    Chunks are swapped, dropped and recomputed; turns are suspended, forked and cut. As many iterations are in
-    flight as there are stages.
+    Chunks are swapped, dropped and recomputed. Turns are suspended and cancelled. Conversations are forked
+    and rewound. As many iterations are in flight as there are stages.
     """
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
     settings = {"pipeline_stages": str(num_stages), "check_kv": "on"}

@@ -12,7 +12,7 @@ from tests.model.sampling.world import make_logits, make_turn, make_turns
 
 
 def test_a_row_ahead_is_sampled_as_if_its_log_were_complete() -> None:
-    """The penalty memory exists already, or is made now. The newest id is only on the device."""
+    """The penalty counts exist already, or are made by this call. The newest id is only on the device."""
     logits = make_logits(len(make_turns()), 300, seed=2)
     sampler = Sampler(300, frozenset({2, 9}))
     complete = make_turns()

@@ -31,7 +31,7 @@ def test_presence_does_not_grow_with_the_count_and_frequency_does() -> None:
 
 
 def test_penalty_counts_kept_between_tokens_equal_counts_rebuilt_from_the_log() -> None:
-    """In a reply of 30 tokens, one turn keeps its memory. The other loses it before each token."""
+    """In a reply of 30 tokens, one turn keeps its counts. The other turn's are rebuilt before each token."""
     sampling = Sampling(
         temperature=1.0,
         repetition_penalty=1.5,
