@@ -308,8 +308,8 @@ def test_kv_is_not_pulled_if_computing_it_is_faster(two: TwoDaemons) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("deed", ["send", "rewind", "delete"])
-def test_a_client_action_during_the_import_ends_it(two: TwoDaemons, deed: str) -> None:
+@pytest.mark.parametrize("action", ["send", "rewind", "delete"])
+def test_a_client_action_during_the_import_ends_it(two: TwoDaemons, action: str) -> None:
     name = two.next_unused()
     acted = False
 
@@ -324,9 +324,9 @@ def test_a_client_action_during_the_import_ends_it(two: TwoDaemons, deed: str) -
             yield each
 
     def act() -> None:
-        if deed == "send":
+        if action == "send":
             two.b.ask(name, "Quick!", sampling=GREEDY)
-        elif deed == "rewind":
+        elif action == "rewind":
             request = pb.RewindConversationRequest(conversation_id=name, to_revision=1)
             two.b.stub.RewindConversation(request)
         else:
@@ -335,13 +335,13 @@ def test_a_client_action_during_the_import_ends_it(two: TwoDaemons, deed: str) -
     pulled = two.pull(name, fetch)
     assert acted
     assert "in use" in pulled.why_no_more
-    if deed == "rewind":  # then compare with a fork that is rewound, too
+    if action == "rewind":  # then compare with a fork that is rewound, too
         two.b.stub.RewindConversation(
             pb.RewindConversationRequest(conversation_id=f"{name}-anew", to_revision=1)
         )
-    if deed == "send":
+    if action == "send":
         assert two.b.ask(f"{name}-anew", "Quick!", sampling=GREEDY).completed
-    if deed == "delete":
+    if action == "delete":
         said = two.b.ask(name, "Who?", sampling=GREEDY)
         assert said.token_ids == two.b.ask("new-one", "Who?", sampling=GREEDY).token_ids
         return

@@ -62,14 +62,14 @@ class ChosenExecutor(LedgerExecutor):
 
 @dataclass(frozen=True)
 class SmallWorld:
-    """Runs the `deeds` in any order, each at most as often as it is listed.
+    """Runs the `actions` in any order, each at most as often as it is listed.
 
     Conversation `a` already has a turn. Conversation `b` begins with its first turn, or as a fork of `a`.
     """
 
     shape: Shape
-    deeds: tuple[str, ...]
-    num_choices: int  # number of deeds and iterations
+    actions: tuple[str, ...]
+    num_choices: int  # number of actions and iterations
     first_tokens: int = 3  # tokens of the first prompt in `a`; the reply adds one
     prompt_tokens: int = 3
 
@@ -88,8 +88,8 @@ class ChosenWorld(World):
         self.run_until_idle()
         self.executor.chooser = chooser
 
-    def may(self, deed: str) -> bool:
-        verb, name = deed.split()
+    def may(self, action: str) -> bool:
+        verb, name = action.split()
         idle = name in self.logs and name not in self.turns
         match verb:
             case "ask" | "urge" | "visit":
@@ -102,8 +102,8 @@ class ChosenWorld(World):
                 return name in self.turns
         return name in self.logs
 
-    def do(self, deed: str) -> None:
-        verb, name = deed.split()
+    def do(self, action: str) -> None:
+        verb, name = action.split()
         match verb:
             case "ask" | "urge" | "visit":
                 self.born.add(name)
@@ -149,16 +149,16 @@ def enumerate_worlds(small: SmallWorld) -> int:
 
 def run_chosen(small: SmallWorld, chooser: Chooser, done: list[str]) -> None:
     world = ChosenWorld(small, chooser)
-    left = list(small.deeds)
+    left = list(small.actions)
     for _ in range(small.num_choices):
-        possible = ["step", *dict.fromkeys(deed for deed in left if world.may(deed))]
-        deed = possible[chooser.choose(len(possible))]
-        done.append(deed)
-        if deed == "step":
+        possible = ["step", *dict.fromkeys(action for action in left if world.may(action))]
+        action = possible[chooser.choose(len(possible))]
+        done.append(action)
+        if action == "step":
             world.step()
         else:
-            left.remove(deed)
-            world.do(deed)
+            left.remove(action)
+            world.do(action)
             world.clock.advance(1.0)
     world.executor.chooser = None
     world.run_until_idle()

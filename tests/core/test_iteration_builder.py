@@ -12,7 +12,7 @@ from pensieve.core.time_budget import TimeBudget
 from tests.core.world import ScriptedWorld
 
 
-def test_the_predicted_work_of_an_iteration_equals_that_of_its_slices(
+def test_the_predicted_work_of_an_iteration_equals_the_work_of_its_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned, seen = TimeBudget.planned, list[Work]()

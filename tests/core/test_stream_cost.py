@@ -65,7 +65,7 @@ def test_old_iterations_fade() -> None:
     assert cost.seconds(StreamLoad(5, 1000, 0)) == pytest.approx(0.02, rel=0.1)
 
 
-def test_no_term_is_negative() -> None:
+def test_no_term_of_the_cost_is_negative() -> None:
     """An iteration with more pages is faster, because the machine was busy in the earlier one."""
     cost = StreamCost(CONFIG, 100)
     for pages in range(0, 90, 3):

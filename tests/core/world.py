@@ -235,11 +235,11 @@ class World:
 
     def act(self) -> None:
         """Do one random client action, and let some time pass."""
-        deeds = RESTLESS if self.shape.restless else ORDINARY
-        deed = self.random.choices(list(deeds), list(deeds.values()))[0]
+        actions = RESTLESS if self.shape.restless else ORDINARY
+        action = self.random.choices(list(actions), list(actions.values()))[0]
         idle = [name for name in self.logs if name not in self.turns]
         full = len(self.logs) >= self.shape.conversations
-        if deed == "turn":
+        if action == "turn":
             if not full and (not idle or self.random.random() < 0.3):
                 self._num_conversations += 1
                 name = f"{self.shape.scope}c{self._num_conversations}"
@@ -247,23 +247,23 @@ class World:
                 idle = [name]
             if idle:
                 self.submit(self.random.choice(idle))
-        elif deed == "cancel" and self.turns:
+        elif action == "cancel" and self.turns:
             self.cancel(self.random.choice(list(self.turns)))
-        elif deed == "fork" and self.logs and not full:
+        elif action == "fork" and self.logs and not full:
             name = self.random.choice(list(self.logs))
             # Chunks that the fork shares would not be discarded if the turn failed over wrong KV.
             if not (
                 self.shape.spoiling and name in self.turns and self.turns[name].num_uncommitted
             ):
                 self.fork(name)
-        elif deed == "rewind" and idle:
+        elif action == "rewind" and idle:
             name = self.random.choice(idle)
             self.rewind(name, self.random.choice(self.commits[name]))
-        elif deed == "delete" and self.logs:
+        elif action == "delete" and self.logs:
             self.delete(self.random.choice(list(self.logs)))
-        elif deed == "warm" and idle:
+        elif action == "warm" and idle:
             self.submit(self.random.choice(idle), warm=True)
-        elif deed == "evict" and self.logs:
+        elif action == "evict" and self.logs:
             leave = self.cache.move_to_host if self.hints.random() < 0.5 else self.cache.evict
             leave(self.random.choice(list(self.logs)), self.clock.now())
         if self.adoptions.random() < self.shape.adopting:

@@ -136,6 +136,6 @@ def shelf() -> Iterator[Path]:
         yield Path(path)
 
 
-def begin_with(folder: Path, shelf: Path) -> None:
+def copy_empty_history(folder: Path, shelf: Path) -> None:
     """Copy an empty history into `folder`. This is faster than creating one."""
     shutil.copyfile(shelf / "empty" / DATABASE_NAME, folder / DATABASE_NAME)

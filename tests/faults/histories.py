@@ -1,9 +1,9 @@
 """Track which histories are possible, given the answers that clients received.
 
-Each client request is a *deed*: a turn, rewind, deletion or creation. While a request runs, or if its answer
-was lost, the deed may or may not have happened. So this module keeps all possible states of each
+Each client request is an *operation*: a turn, rewind, deletion or creation. While a request runs, or if its
+answer was lost, the operation may or may not have happened. So this module keeps all possible states of each
 conversation. Each read of the store and each answer excludes some states. If no state is left, an
-acknowledged deed was lost, a refused deed happened, or a deed happened twice.
+acknowledged operation was lost, a refused operation happened, or an operation happened twice.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 ABSENT, GONE = -2, -1  # revisions of a conversation that does not exist yet, or was deleted
 
 
-class Deed(NamedTuple):
+class Operation(NamedTuple):
     kind: str  # "turn", "rewind", "delete", "create", "fork"
     revision: int = 0  # rewind: its target; fork: the revision at which it branches off
     exchanges: tuple[tuple[int, int], ...] = ()  # fork: the exchanges that it starts with
 
 
 class Seen(NamedTuple):
-    """The store's view: the revision, and (deed, revision) of each turn in the history."""
+    """The store's view: the revision, and (operation, revision) of each turn in the history."""
 
     revision: int
     exchanges: tuple[tuple[int, int], ...]
@@ -32,10 +32,10 @@ class Seen(NamedTuple):
 class _State:
     revision: int
     exchanges: tuple[tuple[int, int], ...] = ()
-    pending: frozenset[int] = frozenset()  # deeds that may still happen
+    pending: frozenset[int] = frozenset()  # operations that may still happen
     done: frozenset[tuple[int, int]] = (
         frozenset()
-    )  # (deed, revision it made) of deeds that happened
+    )  # (operation, revision it made) of operations that happened
 
     @property
     def numbers_done(self) -> set[int]:
@@ -50,18 +50,18 @@ class _State:
 
 class Histories:
     def __init__(self) -> None:
-        self._deeds: list[Deed] = []
+        self._operations: list[Operation] = []
         self._states: dict[str, set[_State]] = {}
 
-    def conceive(self, deed: Deed) -> int:
-        """Return a number for a new deed. The deed cannot happen before `under_way`."""
-        self._deeds.append(deed)
-        return len(self._deeds) - 1
+    def register(self, operation: Operation) -> int:
+        """Return a number for a new operation. The operation cannot happen before `begun`."""
+        self._operations.append(operation)
+        return len(self._operations) - 1
 
-    def under_way(self, name: str, deed: Deed, number: int | None = None) -> int:
-        """Note that a deed begins, or begins again if it has a `number`. Return its number."""
+    def begun(self, name: str, operation: Operation, number: int | None = None) -> int:
+        """Note that an operation begins, or begins again if it has a `number`. Return its number."""
         if number is None:
-            number = self.conceive(deed)
+            number = self.register(operation)
         self._states[name] = {
             state if number in state.numbers_done else state.waiting_for(number)
             for state in self._states.get(name, {_State(ABSENT)})
@@ -75,31 +75,31 @@ class Histories:
         return max((len(state.pending) for state in self._states.get(name, ())), default=0)
 
     def withdrawn(self, name: str, number: int) -> None:
-        """Note that the client gave up this deed. If it has not happened by now, it never will."""
+        """Note that the client gave up this operation. If it has not happened by now, it never will."""
         self._states[name] = {state.without(number) for state in self._states[name]}
 
     def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
-        """Note that a client was told that the deed has happened and made `revision`."""
+        """Note that a client was told that the operation has happened and made `revision`."""
         self._states[name] = {
             state
             for state in self._closure(name)
             if any(each == number and revision in (None, made) for each, made in state.done)
         }
         assert self._states[name], (
-            f"{name}: deed {number} was acknowledged and cannot have happened"
+            f"{name}: operation {number} was acknowledged and cannot have happened"
         )
 
     def refused(self, name: str, number: int) -> None:
-        """Note that a client was told that the deed has not happened and will not."""
+        """Note that a client was told that the operation has not happened and will not."""
         self._states[name] = {
             state.without(number)
             for state in self._closure(name)
             if number not in state.numbers_done
         }
-        assert self._states[name], f"{name}: deed {number} was refused and has happened"
+        assert self._states[name], f"{name}: operation {number} was refused and has happened"
 
     def seen(self, name: str, seen: Seen | None, live: Callable[[int], bool] | None) -> None:
-        """Exclude states that contradict the store, and deeds that are not `live` any more."""
+        """Exclude states that contradict the store, and operations that are not `live` any more."""
         possible = {
             state
             for state in self._closure(name)
@@ -130,15 +130,15 @@ class Histories:
         return all(state.revision == GONE for state in self._states[name])
 
     def begin_again(self, name: str, pending: Iterable[int]) -> None:
-        """Reuse this name for a new conversation, in which the `pending` deeds may still happen."""
+        """Reuse this name for a new conversation, in which the `pending` operations may still happen."""
         self._states[name] = {_State(ABSENT, pending=frozenset(pending))}
 
     def has_happened(self, name: str, number: int) -> bool:
-        """Return whether the deed has certainly happened."""
+        """Return whether the operation has certainly happened."""
         return all(number in state.numbers_done for state in self._states[name])
 
     def _closure(self, name: str) -> set[_State]:
-        """Return all states that are possible now: any pending deeds may be done, in any order."""
+        """Return all states that are possible now: any pending operations may be done, in any order."""
         found = set(self._states[name])
         border = list(found)
         while border:
@@ -150,7 +150,7 @@ class Histories:
 
     def _next(self, state: _State) -> Iterable[_State]:
         for number in sorted(state.pending):
-            after = _after(state, number, self._deeds[number])
+            after = _after(state, number, self._operations[number])
             if after is not None:
                 yield replace(
                     after,
@@ -159,20 +159,20 @@ class Histories:
                 )
 
 
-def _after(state: _State, number: int, deed: Deed) -> _State | None:
+def _after(state: _State, number: int, operation: Operation) -> _State | None:
     revision, exchanges = state.revision, state.exchanges
-    if deed.kind in ("create", "fork"):
+    if operation.kind in ("create", "fork"):
         if revision != ABSENT:
             return None
-        return replace(state, revision=deed.revision, exchanges=deed.exchanges)
+        return replace(state, revision=operation.revision, exchanges=operation.exchanges)
     if revision < 0:
         return None
-    if deed.kind == "delete":
+    if operation.kind == "delete":
         return replace(state, revision=GONE, exchanges=())
-    if deed.kind == "turn":
+    if operation.kind == "turn":
         return replace(state, revision=revision + 1, exchanges=(*exchanges, (number, revision + 1)))
-    assert deed.kind == "rewind"
-    if deed.revision not in (0, revision, *(made for _, made in exchanges)):
+    assert operation.kind == "rewind"
+    if operation.revision not in (0, revision, *(made for _, made in exchanges)):
         return None
-    kept = tuple(each for each in exchanges if each[1] <= deed.revision)
+    kept = tuple(each for each in exchanges if each[1] <= operation.revision)
     return replace(state, revision=revision + 1, exchanges=kept)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
 )
-Strikes = Callable[[str], bool]  # return whether a fault of this kind happens now
+FaultHappens = Callable[[str], bool]  # draws whether a fault of this kind happens now
 Note = Callable[[str, str], None]  # actor, event
 
 
@@ -80,7 +80,9 @@ class EngineShape:
 class FaultyLedger(LedgerExecutor):
     """A ledger whose device fails at times. Its tokens stand for words."""
 
-    def __init__(self, shape: EngineShape, seed: int, late: float, strikes: Strikes) -> None:
+    def __init__(
+        self, shape: EngineShape, seed: int, late: float, fault_happens: FaultHappens
+    ) -> None:
         super().__init__(
             shape.device_pages,
             shape.host_pages,
@@ -90,31 +92,31 @@ class FaultyLedger(LedgerExecutor):
             depth=shape.depth,
             staging_pages=shape.staging_pages,
         )
-        self._strikes = strikes
+        self._fault_happens = fault_happens
         self._shuffle = random.Random(seed)
         self._spoke: set[int] = set()  # turns that have generated a word
 
     def launch(self, iteration: Iteration) -> None:
-        if self._strikes("an allocation fails"):
+        if self._fault_happens("an allocation fails"):
             raise DeviceError("out of memory")
         for piece in iteration.slices:
-            if piece.needs_token and self._strikes("a row is not a number"):
+            if piece.needs_token and self._fault_happens("a row is not a number"):
                 self.failing_turns.add(piece.attempt_id)
         super().launch(iteration)
         if iteration.groups:
-            self._strikes("a turn is streamed")
-        if self._strikes("a launch fails half way"):
+            self._fault_happens("a turn is streamed")
+        if self._fault_happens("a launch fails half way"):
             raise DeviceError("an illegal memory access was encountered")
 
     def collect(self) -> Outcome:
-        if self._strikes("collecting fails"):
+        if self._fault_happens("collecting fails"):
             raise DeviceError("unspecified launch failure")
         outcome = super().collect()
         finished = list(outcome.finished_copies)
-        if len(finished) > 1 and self._strikes("copies finish out of order"):
+        if len(finished) > 1 and self._fault_happens("copies finish out of order"):
             self._shuffle.shuffle(finished)
         if self.outstanding:
-            self._strikes("copies are late")
+            self._fault_happens("copies are late")
         samples = []
         for sample in outcome.samples:
             text = ""
@@ -136,7 +138,7 @@ class Machine:
         seed: int,
         late: float,
         clock: VirtualClock,
-        strikes: Strikes,
+        fault_happens: FaultHappens,
         note: Note,
     ) -> None:
         self.shape = shape
@@ -146,7 +148,7 @@ class Machine:
         self.incoming: deque[bytes] = deque()  # written by the service, not yet read
         self.frames: deque[bytes] = deque()  # written by the engine, not yet read
         self.mailbox = Mailbox()
-        self.executor = FaultyLedger(shape, seed, late, strikes)
+        self.executor = FaultyLedger(shape, seed, late, fault_happens)
         self.context_max = shape.cache.device_tokens_max
         scheduler = SchedulerConfig(
             shape.batch_tokens_max,
@@ -168,7 +170,7 @@ class Machine:
         self._published: list[EngineEvent] = []  # in the outbox
         self._num_commits = 0
         self._num_rounds = 0
-        self._spoke_at = clock.now()
+        self._written_at = clock.now()
 
     # -- called by the world --
 
@@ -206,11 +208,11 @@ class Machine:
         if self._published:
             self.frames.append(channel.pack_events(self._published))
             self._published = []
-        elif now - self._spoke_at >= channel.BEAT_SECONDS:
+        elif now - self._written_at >= channel.BEAT_SECONDS:
             self.frames.append(channel.pack_alive(self._num_rounds))
         else:
             return
-        self._spoke_at = now
+        self._written_at = now
 
     def die(self, num_frames: int, cut: bool) -> None:
         """Simulate kill -9: deliver `num_frames` written frames, and half a frame if `cut`."""
@@ -310,21 +312,21 @@ class _Wire:
 
 
 class Link(EngineClient):
-    """The real supervision, over machines that `begin` makes. `begin` may return None: a failed start."""
+    """The real supervision, over machines that `begin` makes. `begin` returns None if the start fails."""
 
     def __init__(
-        self, daemon: Daemon, begin: Callable[[], Machine | None], strikes: Strikes
+        self, daemon: Daemon, begin: Callable[[], Machine | None], fault_happens: FaultHappens
     ) -> None:
         super().__init__(
             EngineProgram((), {}, Path("/")), daemon.events, patience=daemon.engine._patience
         )
         self.machine: Machine | None = None
         self._begin = begin
-        self._strikes = strikes
+        self._fault_happens = fault_happens
 
     def put(self, message: EngineMessage) -> None:
         always = isinstance(message, CancelTurn | DeleteConversation)
-        if not always and self._strikes("the mailbox is full"):
+        if not always and self._fault_happens("the mailbox is full"):
             raise QueueFull("so many messages wait for the engine; try again later")
         super().put(message)
 

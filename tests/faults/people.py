@@ -38,14 +38,14 @@ from pensieve.sampling import Sampling
 from pensieve.store import conversation_rows, message_rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token
-from tests.faults.histories import Deed, Histories, Seen
+from tests.faults.histories import Histories, Operation, Seen
 from tests.faults.kinds import Shape
 from tests.faults.process import Process
 from tests.faults.texts import text_of, word
 
 WORDS = [number for number in range(5, 997) if not ends_turn(number)]
 PRIORITIES = (0, 0, 1, -1, 0, 2)
-DEEDS_MAX = 4  # running deeds of one conversation: the checks try all their orders
+OPERATIONS_MAX = 4  # running operations of one conversation: the checks try all their orders
 Reply = tuple[list[int], str, FinishReason, int | None]
 
 
@@ -53,7 +53,7 @@ Reply = tuple[list[int], str, FinishReason, int | None]
 class Request:
     """A message that is sent until it is answered."""
 
-    deed: int
+    operation: int
     conversation: str
     words: str
     request_id: str
@@ -67,7 +67,7 @@ class Request:
 
     @property
     def priority(self) -> int:
-        return PRIORITIES[self.deed % len(PRIORITIES)]
+        return PRIORITIES[self.operation % len(PRIORITIES)]
 
     def ask(self, words: str) -> TurnRequest:
         return TurnRequest(
@@ -105,7 +105,7 @@ class People:
         self.full: set[str] = set()  # conversations with a full context
         self._happened = happened
         self._note = note
-        self._by_deed: dict[int, Request] = {}
+        self._by_operation: dict[int, Request] = {}
         self._by_words: dict[str, Request] = {}
         self._busy: set[str] = set()  # conversations with a running call that is not a turn
         self._deletions_begun = Counter[str]()  # conversation -> number
@@ -136,13 +136,13 @@ class People:
         if system is None:
             system = self.random.choice(("", "w5 w6 w7", "w5 w6 w7 w9"))
             prefix_id = f"p{len(system)}" if self.random.random() < 0.5 else ""
-        deed = self.histories.under_way(name, Deed("create"))
+        operation = self.histories.begun(name, Operation("create"))
 
         async def create() -> None:
             await daemon.conversations.create(
                 ConversationSettings(name, system_prompt=system, prefix_id=prefix_id)
             )
-            self.histories.acknowledged(name, deed, 0)
+            self.histories.acknowledged(name, operation, 0)
 
         self._call(f"create {name}", create(), name)
 
@@ -155,11 +155,11 @@ class People:
             at = self.random.choice([0, *(revision for _, revision in seen.exchanges)])
         target = target or self._new_name("f")
         kept = tuple(each for each in seen.exchanges if each[1] <= at)
-        deed = self.histories.under_way(target, Deed("fork", at, kept))
+        operation = self.histories.begun(target, Operation("fork", at, kept))
 
         async def fork() -> None:
             await daemon.conversations.fork(name, target, at)
-            self.histories.acknowledged(target, deed, at)
+            self.histories.acknowledged(target, operation, at)
 
         self._call(f"fork {name} at {at} as {target}", fork(), name, target)
         return True
@@ -171,11 +171,11 @@ class People:
         daemon = self.daemon
         if to is None:
             to = self.random.choice([0, *(revision for _, revision in seen.exchanges)])
-        deed = self.histories.under_way(name, Deed("rewind", to))
+        operation = self.histories.begun(name, Operation("rewind", to))
 
         async def rewind() -> None:
             rewound = await daemon.conversations.rewind(name, to)
-            self.histories.acknowledged(name, deed, rewound.revision)
+            self.histories.acknowledged(name, operation, rewound.revision)
 
         self.full.discard(name)
         self._call(f"rewind {name} to {to}", rewind(), name)
@@ -185,12 +185,12 @@ class People:
         if self.daemon is None or name in self._busy:
             return False
         daemon = self.daemon
-        deed = self.histories.under_way(name, Deed("delete"))
+        operation = self.histories.begun(name, Operation("delete"))
         self._deletions_begun[name] += 1
 
         async def delete() -> None:
             await daemon.conversations.delete(name)
-            self.histories.acknowledged(name, deed)
+            self.histories.acknowledged(name, operation)
             self._deletions_ended[name] += 1
 
         self._call(f"delete {name}", delete(), name)
@@ -238,25 +238,25 @@ class People:
         words = " ".join(word(number) for number in numbers)
         if max_tokens is None:
             max_tokens = self.random.randint(1, self.shape.reply_max)
-        deed = self.histories.conceive(Deed("turn"))
-        request = Request(deed, name, words, f"r{len(self.requests)}", max_tokens)
+        operation = self.histories.register(Operation("turn"))
+        request = Request(operation, name, words, f"r{len(self.requests)}", max_tokens)
         self.requests.append(request)
-        self._by_deed[deed] = self._by_words[words] = request
+        self._by_operation[operation] = self._by_words[words] = request
         self.say_again(request)
         return request
 
     def say_again(self, request: Request) -> None:
         """Send the same message under the same id. The turn is attached to, replayed, or begun (again)."""
-        name, deed = request.conversation, request.deed
+        name, operation = request.conversation, request.operation
         if self.daemon is None:
             return
         daemon = self.daemon
-        if self.histories.num_pending(name) >= DEEDS_MAX:
+        if self.histories.num_pending(name) >= OPERATIONS_MAX:
             self.look(name)
-            if self.histories.num_pending(name) >= DEEDS_MAX:
+            if self.histories.num_pending(name) >= OPERATIONS_MAX:
                 return
-        was_pending = self.histories.is_pending(name, deed)
-        self.histories.under_way(name, Deed("turn"), deed)
+        was_pending = self.histories.is_pending(name, operation)
+        self.histories.begun(name, Operation("turn"), operation)
         request.num_calls += 1
         call = Call(f"say {request.request_id}", request)
 
@@ -266,7 +266,7 @@ class People:
             except PensieveError as error:
                 self._not_begun(request, error)
                 if not was_pending and self._is_last(request, daemon):
-                    self.histories.withdrawn(name, deed)
+                    self.histories.withdrawn(name, operation)
                 return
             await self._read(daemon, request, call, live)
 
@@ -352,14 +352,14 @@ class People:
             self._note("client", f"{request_id} left: {told}")
             if told.finish_reason:
                 request.is_open = False
-                self.histories.acknowledged(name, request.deed)
+                self.histories.acknowledged(name, request.operation)
                 return
             assert request.reply is None, (
                 f"{request_id} was answered, but the history has no part of its reply"
             )
             others = request.num_calls or daemon.conversations.arriving.num_turns
             if not others and not self._is_live(request):
-                self.histories.refused(name, request.deed)
+                self.histories.refused(name, request.operation)
 
         self._call(f"leave {request_id}, keep {keep}", leave(), name)
         return True
@@ -407,7 +407,7 @@ class People:
                 return  # the history has the shortened reply
             self._happened["the engine's queue is full"] += isinstance(error, QueueFull)
             if self._is_last(request, daemon) and live.attempt == max(request.told):
-                self.histories.refused(request.conversation, request.deed)
+                self.histories.refused(request.conversation, request.operation)
         else:
             self._answered(request, live, told)
 
@@ -447,7 +447,7 @@ class People:
         assert request.reply in (None, reply), f"{request.request_id} got a different reply before"
         request.reply, request.is_open = reply, False
         self._note("client", f"{request.request_id} answered: {reply}")
-        self.histories.acknowledged(request.conversation, request.deed, live.revision)
+        self.histories.acknowledged(request.conversation, request.operation, live.revision)
 
     # -- checks of the store --
 
@@ -456,17 +456,17 @@ class People:
         process = self.process
         if process is None or name not in self.histories.names():
             return None
-        live = (lambda deed: self._may_happen(name, deed)) if process.is_settled else None
+        live = (lambda operation: self._may_happen(name, operation)) if process.is_settled else None
         return self._look(process.inspector, name, live)
 
     def check_store_after_death(self, looking: Any) -> None:
-        """Check the store of a dead process: each deed under way has happened by now or never will."""
+        """Check the store of a dead process: each operation under way has happened by now or never will."""
         self._busy.clear()
         for name in self.histories.names():
-            self._look(looking, name, lambda deed: False)
+            self._look(looking, name, lambda operation: False)
 
-    def _may_happen(self, name: str, deed: int) -> bool:
-        request = self._by_deed.get(deed)
+    def _may_happen(self, name: str, operation: int) -> bool:
+        request = self._by_operation.get(operation)
         if request is None:
             return name in self._busy
         return bool(request.num_calls) or self._is_live(request)
@@ -502,7 +502,7 @@ class People:
                 request = self._by_words[message.content]
             else:
                 assert request is not None, f"{name}: a reply without a message"
-                exchanges.append((request.deed, message.revision))
+                exchanges.append((request.operation, message.revision))
                 self._check_reply(name, request, message, prefix, num_tokens)
                 request = None
             for token_id in message.token_ids or ():
@@ -560,14 +560,14 @@ class People:
             return ""
         name = self.random.choice(gone)
         on_their_way = self.daemon.conversations.arriving
-        deeds = []
+        operations = []
         for request in self.requests:
             if request.conversation == name:
                 request.is_open, request.reply, request.told = False, None, {}
                 if on_their_way.has_request("", name, request.request_id):
-                    deeds.append(request.deed)
+                    operations.append(request.operation)
         self.full.discard(name)
-        self.histories.begin_again(name, deeds)
+        self.histories.begin_again(name, operations)
         self._happened["a name is used again"] += 1
         return name
 

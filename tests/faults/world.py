@@ -43,7 +43,7 @@ from pensieve.sampling import Sampling
 from pensieve.sim.executor import VirtualClock
 from pensieve.store import conversation_rows, shared_commits
 from pensieve.store.conversation_store import ConversationStore
-from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
+from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, copy_empty_history
 from tests.faults.fibers import Fibers
 from tests.faults.kinds import BY_ITSELF, BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
 from tests.faults.machine import Link, Machine
@@ -89,7 +89,7 @@ class World:
         self.disk = Disk(folder, self._between_statements)
         self.disk.on_fault = self._fired
         self.disk.on_savepoint = self._joined
-        begin_with(self.disk.folder, shelf)
+        copy_empty_history(self.disk.folder, shelf)
 
     def run(self) -> None:
         """Run the whole world: random moves, then a rest, then the final check."""
@@ -112,7 +112,7 @@ class World:
         if self._tell is not None:
             self._tell(line)
 
-    def strikes(self, kind: str) -> bool:
+    def fault_happens(self, kind: str) -> bool:
         """Draw whether a fault of this kind happens now."""
         if kind in BY_ITSELF:
             self.happened[kind] += 1
@@ -301,7 +301,7 @@ class World:
             ),
             sources=Sources(self._wall, self.random.getrandbits),
         )
-        process.link = Link(daemon, self._new_machine, self.strikes)
+        process.link = Link(daemon, self._new_machine, self.fault_happens)
         daemon.engine = process.link
         await daemon.start()
         process.owners.watch_daemon(daemon)
@@ -310,13 +310,13 @@ class World:
             daemon.damage.check(lambda line: self.note("service", line))
 
     def _new_machine(self) -> Machine | None:
-        if self.strikes("the engine does not start"):
+        if self.fault_happens("the engine does not start"):
             return None
         self._num_machines += 1
         self.note("engine", f"starts, number {self._num_machines}")
         late = self.rates["copies are late"] if self._faulty else 0.2
         seed = self.seed * 1000 + self._num_machines
-        return Machine(self.shape.engine, seed, late, self.clock, self.strikes, self.note)
+        return Machine(self.shape.engine, seed, late, self.clock, self.fault_happens, self.note)
 
     def kill_engine(self) -> bool:
         machine = self.process.machine if self.process is not None else None
@@ -529,7 +529,7 @@ class World:
         if process is None or not process.in_job:
             return
         process.fibers.give_way()
-        if self.strikes("events overtake the store's thread"):
+        if self.fault_happens("events overtake the store's thread"):
             self.note("world", "events overtake the store's thread")
             with process.loop.on_the_loop():
                 if process.machine is not None:

@@ -103,7 +103,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
     rng = random.Random(seed)
     turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
     computed = dict.fromkeys(turns, 0)
-    deeds: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     copy_id = 0
     expected: set[int] = set()
     for _ in range(25):
@@ -118,11 +118,11 @@ def traffic(world: World, seed: int) -> Counter[str]:
                 if sum(turn.page_table[chunk] in each.page_table for each in turns) > 1:
                     continue  # a fork has this page, too
                 if roll < 0.1:
-                    deeds["dropped"] += 1
+                    counts["dropped"] += 1
                     world.replace_page(turn, chunk)
                     slices.append((turn, start, start + slots, False))
                 else:
-                    deeds["swapped"] += 1
+                    counts["swapped"] += 1
                     out = SwapOut(copy_id, turn.page_table[chunk], turn.attempt_id, slots)
                     finished = set(world.step(swap_outs=[out]).finished_copies)
                     while copy_id not in finished:  # an earlier copy may finish first
@@ -133,7 +133,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
                     ins.append(SwapIn(copy_id + 1, turn.attempt_id, page, slots))
                     copy_id += 2
             elif done >= 6 and roll < 0.32 and len(turns) < 8:
-                deeds["forked"] += 1
+                counts["forked"] += 1
                 cut = rng.randrange(CHUNK_TOKENS, done)
                 fork = world.turn(0, tokens=[*turn.tokens[:cut], 9, 8])
                 whole = cut // CHUNK_TOKENS
@@ -145,8 +145,8 @@ def traffic(world: World, seed: int) -> Counter[str]:
                 turns.append(fork)
                 computed[fork] = cut
             elif done >= CHUNK_TOKENS and roll < 0.42:
-                deeds["copied ahead"] += 1  # no slice waits for this copy
-                host_page = 8 + deeds["copied ahead"]
+                counts["copied ahead"] += 1  # no slice waits for this copy
+                host_page = 8 + counts["copied ahead"]
                 outs.append(SwapOut(copy_id, turn.page_table[0], host_page, CHUNK_TOKENS))
                 copy_id += 1
         for turn in turns:
@@ -166,7 +166,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
         assert last
         expected -= set(last)
     assert world.step().finished_copies == ()
-    return deeds
+    return counts
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
@@ -182,10 +182,10 @@ def test_two_ranks_sample_the_same_tokens_as_one(
         for seed in range(3):
             one = World(model, **PAGES, seed=seed)
             two.start_again(seed)
-            deeds = traffic(one, seed), traffic(two, seed)
+            counts = traffic(one, seed), traffic(two, seed)
             one.executor.close()
-            assert deeds[0] == deeds[1]
-            assert all(deeds[0][what] for what in ("dropped", "swapped", "forked", "copied ahead"))
+            assert counts[0] == counts[1]
+            assert all(counts[0][what] for what in ("dropped", "swapped", "forked", "copied ahead"))
             for alone, shared in zip(one.turns, two.turns, strict=True):
                 assert shared.num_output_tokens > 3
                 assert list(shared.tokens) == list(alone.tokens), f"seed {seed}"
@@ -244,8 +244,8 @@ def test_each_rank_uses_fp8_scales_of_its_own_heads(folder_of: FolderOf, tmp_pat
         assert shape.kv_exponents == halves
         assert all(len(set(values)) == len(values) > 1 for _, values in alone.kv_exponents)
         assert two.memory.page_bytes == alone.kv_bytes_per_page(CHUNK_TOKENS) // 2
-        deeds = traffic(two, 0)
-        assert all(deeds[what] for what in ("dropped", "swapped", "forked"))
+        counts = traffic(two, 0)
+        assert all(counts[what] for what in ("dropped", "swapped", "forked"))
         for turn in two.turns:
             ids = torch.tensor([list(turn.tokens)])
             with torch.inference_mode():
