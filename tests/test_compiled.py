@@ -19,7 +19,7 @@ COMMAND = ("gcc", "-shared", "-fPIC")
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Use a new cache, and return the list of compilers that are run."""
     if shutil.which("gcc") is None:
-        pytest.skip("it takes a compiler")
+        pytest.skip("needs a compiler")
     run, seen = subprocess.run, []
 
     def noted(command: Sequence[str], **options: Any) -> Any:

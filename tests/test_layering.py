@@ -81,7 +81,7 @@ ROOMS = {
     "gc_pause": room(),
     "config": room(never="threading"),
 }
-ASSEMBLES = {"cli", "__main__", "__init__"}
+MAY_IMPORT_EVERYTHING = {"cli", "__main__", "__init__"}
 HEAVY = {
     "torch",
     "transformers",
@@ -93,7 +93,7 @@ HEAVY = {
     "pensieve.model",
 }
 # Packages of pensieve.api, and packages that they must not import. No API imports another API.
-APART = {
+FORBIDDEN_BETWEEN_APIS = {
     "grpc": ("http", "openai", "anthropic"),
     "http": ("grpc",),
     "openai": ("http", "grpc"),
@@ -163,7 +163,7 @@ def imports_of(path: Path) -> tuple[Import, ...]:
     return facts_of(path).imports
 
 
-def trespass(home: str, module: str) -> str | None:
+def import_problem(home: str, module: str) -> str | None:
     """Return why a module of the room `home` may not import `module`, or None if it may."""
     allowed = ROOMS[home]
     top, *rest = module.split(".")
@@ -180,13 +180,13 @@ def trespass(home: str, module: str) -> str | None:
 
 
 def test_a_room_imports_only_what_its_row_allows() -> None:
-    assembled = [path for path in SOURCES if room_of(path) not in ASSEMBLES]
+    assembled = [path for path in SOURCES if room_of(path) not in MAY_IMPORT_EVERYTHING]
     assert {room_of(path) for path in assembled} <= ROOMS.keys(), "a room has no row in the table"
     found = [
         f"{NAMES[path]}:{each.line}: {why}"
         for path in assembled
         for each in imports_of(path)
-        if (why := trespass(room_of(path), each.module))
+        if (why := import_problem(room_of(path), each.module))
     ]
     assert not found, "\n".join(found)
 
@@ -195,7 +195,7 @@ def test_no_api_imports_another_api() -> None:
     found = [
         f"{name}:{each.line}: {each.module}"
         for name, path in MODULES.items()
-        for home, others in APART.items()
+        for home, others in FORBIDDEN_BETWEEN_APIS.items()
         if name.startswith(f"pensieve.api.{home}")
         for each in [*imports_of(path), *facts_of(path).in_strings]
         if each.module.startswith(tuple(f"pensieve.api.{other}" for other in others))
@@ -207,7 +207,7 @@ def test_the_command_line_first_loads_only_light_modules() -> None:
     found = [
         f"{NAMES[path]}:{each.line}: {each.module} is loaded with the module"
         for path in SOURCES
-        if room_of(path) in ASSEMBLES | {"errors", "config", "client"}
+        if room_of(path) in MAY_IMPORT_EVERYTHING | {"errors", "config", "client"}
         for each in imports_of(path)
         if each.at_module_level
         and (each.module.split(".")[0] in HEAVY or each.module.startswith("pensieve.model"))
@@ -249,9 +249,10 @@ def test_no_string_names_a_module_of_a_room_above() -> None:
     found = [
         f"{NAMES[path]}:{each.line}: {why}"
         for path in SOURCES
-        if room_of(path) not in {*ASSEMBLES, "v1"}  # v1: names of gRPC services look like modules
+        if room_of(path)
+        not in {*MAY_IMPORT_EVERYTHING, "v1"}  # v1: names of gRPC services look like modules
         for each in facts_of(path).in_strings
-        if (why := trespass(room_of(path), each.module))
+        if (why := import_problem(room_of(path), each.module))
     ]
     assert not found, "\n".join(found)
 
@@ -391,8 +392,8 @@ def test_the_core_draws_no_random_numbers_and_reads_no_clock() -> None:
         ("text", "transformers", "text may not import transformers"),
     ],
 )
-def test_trespass_applies_the_table_of_rooms(home: str, module: str, why: str | None) -> None:
-    assert trespass(home, module) == why
+def test_import_problem_applies_the_table_of_rooms(home: str, module: str, why: str | None) -> None:
+    assert import_problem(home, module) == why
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_every_part_writes_a_line_of_results(
 def test_a_complete_green_night_prints_the_line_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only a complete night counts, perhaps in two runs. A share, a part or a failure does not."""
+    """Only a complete green night counts, even in two runs. A share, one part or a failure does not."""
     monkeypatch.setattr(nightly, "PARTS", {"sound": sound, "calm": sound})
     monkeypatch.setattr(nightly, "commit_of_the_tree", lambda: "abc")
     for arguments in (("--share", "0.5"), ("--only", "sound")):

@@ -62,11 +62,11 @@ def test_a_type_with_a_full_batch_comes_first_whatever_its_priority() -> None:
     assert scheduler(leaves(A, 4), leaves(B, 3)).schedule(0)[0].cell is A
 
 
-def test_of_two_types_with_full_batches_the_priority_decides() -> None:
+def test_the_priority_decides_between_types_with_full_batches() -> None:
     assert scheduler(leaves(A, 9), leaves(B, 4)).schedule(0)[0].cell is B
 
 
-def test_without_full_batches_a_type_that_is_not_running_comes_before_one_that_is() -> None:
+def test_without_full_batches_an_idle_type_runs_before_a_running_type() -> None:
     made = scheduler(leaves(B, 1))
     made.schedule(0)
     made.add(1, leaves(B, 3))

@@ -74,7 +74,7 @@ def test_merging_runs_all_ready_nodes_of_a_type_at_once() -> None:
     assert sizes == [("a", 8), ("b", 4), ("b", 2)]
 
 
-def test_merging_takes_the_type_whose_ready_nodes_are_least_deep() -> None:
+def test_merging_runs_the_type_with_the_shallowest_ready_nodes() -> None:
     found = tasks(Merging(2), links(1, 3), links(2, 1))
     assert found == [("a", [0, 1]), ("b", [0]), ("a", [1]), ("b", [0, 1]), ("b", [0])]
 

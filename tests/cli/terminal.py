@@ -20,7 +20,7 @@ from typing import Self
 ROOT = Path(__file__).parent.parent.parent
 CTRL_C = "\x03"
 PROMPT, ENTERED = "\x1b[?2004h> ", "\x1b[?2004l"  # readline's output around the editing of a line
-IN_ITS_TERMINAL = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+WITH_CONTROLLING_TERMINAL = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
 COMMAND = "from pensieve.cli.main import main; sys.exit(main(sys.argv[1:]))"
 WITH_ECHO = (  # `pensieve chat`, with the echo engine in its daemon; a reply has about 24 tokens
     "from pensieve.launch import programs;"
@@ -44,7 +44,7 @@ class Terminal:
         echo_seconds: float | None = None,  # per iteration; None: a model, or another daemon
         program: str = COMMAND,  # Python code to run instead
     ) -> None:
-        lead = IN_ITS_TERMINAL
+        lead = WITH_CONTROLLING_TERMINAL
         if echo_seconds is not None:
             lead += WITH_ECHO.format(seconds=echo_seconds)
         self._master, terminal = pty.openpty()

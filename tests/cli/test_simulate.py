@@ -38,8 +38,8 @@ def test_the_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_drawn_workload_runs_and_invalid_arguments_are_explained(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    drawn_ones = ["--workload", "sharegpt", "--rate", "0.5", "--seconds", "20", "--reaction", "5"]
-    assert main(["simulate", *drawn_ones, "--model", "qwen2-7b", "--policy", "value"]) == 0
+    drawn = ["--workload", "sharegpt", "--rate", "0.5", "--seconds", "20", "--reaction", "5"]
+    assert main(["simulate", *drawn, "--model", "qwen2-7b", "--policy", "value"]) == 0
     out, err = capsys.readouterr()
     assert "qwen2-7b on 1 x h200" in err
     assert "P90 ms/token" in out
@@ -137,8 +137,8 @@ def test_equal_rows_are_explained_if_nothing_was_evicted(
 def test_several_seeds_give_one_row_with_median_and_spread(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    drawn_ones = ["--workload", "sharegpt", "--seconds", "40", "--reaction", "5", "--rate", "2"]
-    given = ["simulate", *drawn_ones, "--hardware", "instant", "--device-tokens", "5k"]
+    drawn = ["--workload", "sharegpt", "--seconds", "40", "--reaction", "5", "--rate", "2"]
+    given = ["simulate", *drawn, "--hardware", "instant", "--device-tokens", "5k"]
     assert main([*given, "--host-tokens", "0", "--seed", "0,1,2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["policy"], row["seed"]) for row in rows] == [
@@ -153,7 +153,7 @@ def test_several_seeds_give_one_row_with_median_and_spread(
     assert any(f"({low} to {high})" in lines[3] for low in saved for high in saved)
 
 
-def test_without_matplotlib_the_extra_is_named(
+def test_without_matplotlib_the_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

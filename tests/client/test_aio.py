@@ -1,4 +1,4 @@
-"""The async client: what the sync client promises, and promises that only concern tasks."""
+"""The async client keeps the promises of the sync client, and promises that concern tasks."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ CLASSES = [*(getattr(client, name) for name in client.__all__), Admin]
 OPTIONS = SendOptions.__annotations__
 
 
-def methods(of: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name, found in vars(of).items():
+def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name, found in vars(kind).items():
         if not name.startswith("_"):
             if isinstance(found, property):
                 assert found.fget is not None
@@ -39,32 +39,32 @@ def is_named(name: str, text: str) -> bool:
     return re.search(rf"\b{name}\b", text) is not None
 
 
-@pytest.mark.parametrize("of", CLASSES, ids=lambda of: of.__name__)
-def test_every_public_class_method_and_argument_is_explained(of: type) -> None:
-    about = vars(of).get("__doc__") or ""
-    assert about, f"{of.__name__} has no docstring of its own"
-    if dataclasses.is_dataclass(of):
-        assert not about.startswith(f"{of.__name__}("), "the docstring is the one of dataclass"
-        for each in dataclasses.fields(of):
-            assert f"    {each.name}: " in about, f"{of.__name__} does not explain {each.name}"
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_public_class_method_and_argument_is_explained(kind: type) -> None:
+    about = vars(kind).get("__doc__") or ""
+    assert about, f"{kind.__name__} has no docstring of its own"
+    if dataclasses.is_dataclass(kind):
+        assert not about.startswith(f"{kind.__name__}("), "the docstring is the one of dataclass"
+        for each in dataclasses.fields(kind):
+            assert f"    {each.name}: " in about, f"{kind.__name__} does not explain {each.name}"
     missing = []
-    for name, method in methods(of):
+    for name, method in methods(kind):
         said = inspect.getdoc(method) or ""
-        assert said, f"{of.__name__}.{name} has no docstring"
+        assert said, f"{kind.__name__}.{name} has no docstring"
         for argument in list(inspect.signature(method).parameters)[1:]:
             if argument in ("options", "message"):  # options are checked one by one below
                 continue
             if not is_named(argument, said) and not is_named(argument, about):
                 missing.append(f"{name}({argument})")
-    assert not missing, f"{of.__name__} does not explain {', '.join(missing)}"
+    assert not missing, f"{kind.__name__} does not explain {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("of", [Conversation, AsyncConversation], ids=lambda of: of.__name__)
-def test_the_help_of_send_explains_every_option(of: type) -> None:
-    said = pydoc.render_doc(of.send, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("kind", [Conversation, AsyncConversation], ids=lambda kind: kind.__name__)
+def test_the_help_of_send_explains_every_option(kind: type) -> None:
+    said = pydoc.render_doc(kind.send, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
     assert OPTIONS.keys() > SamplingOptions.__annotations__.keys()
     missing = [name for name in OPTIONS if not re.search(rf"^ +{name}: \S", said, re.MULTILINE)]
-    assert not missing, f"help({of.__name__}.send) does not explain {', '.join(missing)}"
+    assert not missing, f"help({kind.__name__}.send) does not explain {', '.join(missing)}"
 
 
 def test_every_error_is_explained() -> None:
@@ -99,17 +99,17 @@ def test_the_reference_is_built_without_a_network_and_without_a_warning(tmp_path
     tree = (site / "pensieve" / "errors.html").read_text(encoding="utf-8")
     for name in ("client", "client/admin", "errors"):
         assert f'href="pensieve/{name}.html"' in index
-    for of in CLASSES:
-        text = operator if of is Admin else page
-        section = re.search(rf'<section id="{of.__name__}">.*?</section>', text, re.DOTALL)
-        assert section is not None, f"the page lacks {of.__name__}"
+    for kind in CLASSES:
+        text = operator if kind is Admin else page
+        section = re.search(rf'<section id="{kind.__name__}">.*?</section>', text, re.DOTALL)
+        assert section is not None, f"the page lacks {kind.__name__}"
         shown = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", section[0])).split())
-        first = (inspect.getdoc(of) or "").split(".")[0].split("`")[0]
+        first = (inspect.getdoc(kind) or "").split(".")[0].split("`")[0]
         assert " ".join(first.split()) in shown, (
-            f"{of.__name__} is on the page without its docstring"
+            f"{kind.__name__} is on the page without its docstring"
         )
-        for name, _ in methods(of):
-            assert f'id="{of.__name__}.{name}"' in text, f"the page lacks {of.__name__}.{name}"
+        for name, _ in methods(kind):
+            assert f'id="{kind.__name__}.{name}"' in text, f"the page lacks {kind.__name__}.{name}"
     assert all(f'id="{name}"' in tree for name in ("NotFound", "TurnRunning", "Loading"))
     assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="?https?:', page + index + tree)
     assert "<class" not in html.unescape(page), "an annotation is shown as Python's own name for it"

@@ -341,11 +341,11 @@ def test_a_daemon_that_refuses_a_turn_is_avoided_until_it_serves(
     assert client.slept == []
     assert fleet.addresses_called("talk-0") == sorted(order[:2], key=fleet.addresses.index)
 
-    def is_looked_at() -> bool:
+    def was_checked_again() -> bool:
         client.ask("talk-0", "again")
         return first.names().count("Check") >= 3
 
-    until(is_looked_at)
+    until(was_checked_again)
     assert first.names().count("SendMessage") == 1  # since then it has only been checked
     assert client.states[order[0]].error == "the daemon is not serving at present"
     first.health = SERVING
@@ -364,8 +364,8 @@ def test_if_all_daemons_are_unreachable_the_error_gives_each_reason(fleet: Fleet
     with WithThreads(fleet.addresses, Retry(retries=2, first_seconds=0.001)) as client:
         with pytest.raises(errors.Unavailable) as caught:
             client.ask("talk-0", "hello")
-        whys = "; ".join(f"{each}: nothing listens at {each}" for each in fleet.addresses)
-        assert str(caught.value) == f"all 3 addresses failed ({whys})"
+        reasons = "; ".join(f"{each}: nothing listens at {each}" for each in fleet.addresses)
+        assert str(caught.value) == f"all 3 addresses failed ({reasons})"
         assert len(client.slept) == 2
         with pytest.raises(errors.Unavailable, match="nothing listens"):
             client.client.conversation("talk-0").create()

@@ -64,7 +64,7 @@ class Person:
 
 
 @dataclass
-class Open:
+class OpenTurn:
     """A turn whose reader has not reached the end."""
 
     name: str
@@ -88,9 +88,9 @@ class ClientMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.person, self.other = (Person(self.kind, self.rig.server.address) for _ in range(2))
-        self.open: dict[str, Open] = {}
+        self.open: dict[str, OpenTurn] = {}
         self.history: dict[str, list[tuple[str, str]]] = {name: [] for name in NAMES}
-        self.latest: dict[str, tuple[Open, Reply]] = {}  # acknowledged turns, to be sent again
+        self.latest: dict[str, tuple[OpenTurn, Reply]] = {}  # acknowledged turns, to be sent again
         self.num_turns = 0
         type(self).num_made += 1
 
@@ -109,7 +109,7 @@ class ClientMachine(RuleBasedStateMachine):
             "keep_partial": keeps,
         }
         turn = self.person.client.conversation(self.id_of(name)).send(text, **options)
-        self.open[name] = Open(name, text, options, turn)
+        self.open[name] = OpenTurn(name, text, options, turn)
         self.read(self.open[name], pieces)
 
     @precondition(lambda self: self.open)
@@ -209,7 +209,7 @@ class ClientMachine(RuleBasedStateMachine):
 
     # -- what must be true --
 
-    def acknowledge(self, opened: Open, reply: Reply) -> None:
+    def acknowledge(self, opened: OpenTurn, reply: Reply) -> None:
         del self.open[opened.name]
         assert reply.text == opened.seen
         assert reply.token_ids == tuple(i for each in opened.pieces for i in each.token_ids)
@@ -242,10 +242,10 @@ class ClientMachine(RuleBasedStateMachine):
     def id_of(self, name: str) -> str:
         return f"{self.kind.__name__}-{self.num_made}-{name}"
 
-    def drawn(self, data: st.DataObject) -> Open:
+    def drawn(self, data: st.DataObject) -> OpenTurn:
         return self.open[data.draw(st.sampled_from(sorted(self.open)))]
 
-    def read(self, opened: Open, pieces: int) -> None:
+    def read(self, opened: OpenTurn, pieces: int) -> None:
         for _ in range(pieces):
             piece = self.person.next(opened.turn)
             if piece is None:

@@ -20,9 +20,9 @@ from tests.clients.play import (
 )
 
 litellm.num_retries = 0
-GIVEN: Any = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
-HOSTED: Any = {**GIVEN, "model": f"hosted_vllm/{MODEL}"}
-OF_ANTHROPIC: Any = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none"}
+OPENAI_ARGUMENTS: Any = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
+VLLM_ARGUMENTS: Any = {**OPENAI_ARGUMENTS, "model": f"hosted_vllm/{MODEL}"}
+ANTHROPIC_ARGUMENTS: Any = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none"}
 LOOK: Any = {
     "type": "function",
     "function": {
@@ -89,23 +89,23 @@ def agent(given: Any, *, stream: bool) -> None:
 
 @scene("completion, five turns")
 def _() -> None:
-    talk(GIVEN)
+    talk(OPENAI_ARGUMENTS)
 
 
-@scene("completion as of a hosted vLLM, five turns")
+@scene("completion with the provider hosted_vllm, five turns")
 def _() -> None:
-    talk(HOSTED)
+    talk(VLLM_ARGUMENTS)
 
 
 @scene("completion, streamed")
 def _() -> None:
-    streamed(GIVEN)
+    streamed(OPENAI_ARGUMENTS)
 
 
 @scene("acompletion, streamed")
 async def _() -> None:
     says("One two three.")
-    stream = await litellm.acompletion(**GIVEN, messages=[user("Count.")], stream=True)
+    stream = await litellm.acompletion(**OPENAI_ARGUMENTS, messages=[user("Count.")], stream=True)
     text = "".join([each.choices[0].delta.content or "" async for each in stream])
     assert text == "One two three."
 
@@ -115,18 +115,18 @@ def _() -> None:
     says('{"name": "Oslo"}')
     schema = {"type": "object", "properties": {"name": {"type": "string"}}}
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-    reply = litellm.completion(**GIVEN, messages=[user("Which?")], response_format=form)
+    reply = litellm.completion(**OPENAI_ARGUMENTS, messages=[user("Which?")], response_format=form)
     assert json.loads(reply.choices[0].message.content) == {"name": "Oslo"}
 
 
 @scene("an agent of 30 tool turns")
 def _() -> None:
-    agent(GIVEN, stream=False)
+    agent(OPENAI_ARGUMENTS, stream=False)
 
 
 @scene("an agent of 30 tool turns, streamed")
 def _() -> None:
-    agent(GIVEN, stream=True)
+    agent(OPENAI_ARGUMENTS, stream=True)
 
 
 @scene("responses, by previous_response_id")
@@ -134,7 +134,9 @@ def _() -> None:
     turns, previous = Turns(), None
     says("One.", "Two.")
     for text in ("One.", "Two."):
-        response = litellm.responses(**GIVEN, input="Count.", previous_response_id=previous)
+        response = litellm.responses(
+            **OPENAI_ARGUMENTS, input="Count.", previous_response_id=previous
+        )
         assert response.output[-1].content[0].text == text
         previous = response.id
     turns.one_conversation(2)
@@ -144,31 +146,31 @@ def _() -> None:
 def _() -> None:
     says("I look." + call("look", place="attic"))
     tools: Any = [{"type": "function", **LOOK["function"]}]
-    events = list(litellm.responses(**GIVEN, input="Look.", tools=tools, stream=True))
+    events = list(litellm.responses(**OPENAI_ARGUMENTS, input="Look.", tools=tools, stream=True))
     assert events[-1].type == "response.completed"
 
 
 @scene("text_completion")
 def _() -> None:
     says("and then some")
-    given = {**GIVEN, "model": f"text-completion-openai/{MODEL}"}
+    given = {**OPENAI_ARGUMENTS, "model": f"text-completion-openai/{MODEL}"}
     reply = litellm.text_completion(**given, prompt="Once", max_tokens=50)
     assert reply.choices[0].text == "and then some"
 
 
 @scene("Anthropic's messages, five turns")
 def _() -> None:
-    talk(OF_ANTHROPIC)
+    talk(ANTHROPIC_ARGUMENTS)
 
 
 @scene("Anthropic's messages, streamed")
 def _() -> None:
-    streamed(OF_ANTHROPIC)
+    streamed(ANTHROPIC_ARGUMENTS)
 
 
 @scene("Anthropic's messages, an agent of 30 tool turns")
 def _() -> None:
-    agent(OF_ANTHROPIC, stream=False)
+    agent(ANTHROPIC_ARGUMENTS, stream=False)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 class AnyNames:
     """A mapping with any names."""
 
-    of: Any
+    schema: Any
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Is:
 
 @dataclass(frozen=True)
 class Optional:
-    of: Any
+    schema: Any
 
 
 NAME_VALUE = {
@@ -88,7 +88,7 @@ def problems_of(manifest: Any) -> list[str]:
 
 def _problems(found: Any, schema: Any, where: str) -> Iterator[str]:
     if isinstance(schema, Optional):
-        yield from _problems(found, schema.of, where)
+        yield from _problems(found, schema.schema, where)
     elif isinstance(schema, Is):
         if found != schema.value:
             yield f"{where}: not {schema.value!r}"
@@ -97,7 +97,7 @@ def _problems(found: Any, schema: Any, where: str) -> Iterator[str]:
             yield f"{where}: not a mapping"
             return
         for name, value in found.items():
-            yield from _problems(value, schema.of, f"{where}.{name}")
+            yield from _problems(value, schema.schema, f"{where}.{name}")
     elif isinstance(schema, list):
         if not isinstance(found, list):
             yield f"{where}: not a list"

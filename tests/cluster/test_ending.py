@@ -30,7 +30,7 @@ def test_ray_sets_the_flag_before_it_waits_for_calls() -> None:
         (SimpleNamespace(), False),
     ],
 )
-def test_an_actor_without_rays_flag_does_not_count_as_ending(
+def test_a_replica_is_to_end_only_if_rays_flag_is_true(
     monkeypatch: pytest.MonkeyPatch, actor: Any, is_wanted: bool
 ) -> None:
     monkeypatch.setitem(worker.global_worker.actors, "ada", actor)

@@ -51,7 +51,7 @@ def test_the_pool_alternates_between_tenants_and_keeps_each_tenants_order() -> N
 
 
 def test_callers_get_their_own_results_in_the_order_of_their_jobs() -> None:
-    heard: list[int] = []
+    finished: list[int] = []
 
     async def main() -> None:
         pool = FairPool(asyncio.get_running_loop(), 1, "store")
@@ -62,13 +62,13 @@ def test_callers_get_their_own_results_in_the_order_of_their_jobs() -> None:
                     await pool.run(str(i % 2), lambda: _refuse(i))
             else:
                 assert await pool.run(str(i % 2), lambda: i) == i
-            heard.append(i)
+            finished.append(i)
 
         await asyncio.gather(*(call(i) for i in range(50)))
         pool.close()
 
     asyncio.run(main())
-    assert heard == list(range(50))
+    assert finished == list(range(50))
 
 
 def _refuse(i: int) -> None:
@@ -98,8 +98,8 @@ def test_a_refused_job_is_freed_without_a_garbage_collection() -> None:
 
 def test_a_refused_turn_is_freed_without_a_garbage_collection(tmp_path: Path) -> None:
     """Otherwise the text and tokens of a too long request would stay in memory, over gRPC and HTTP."""
-    with http_rig(tmp_path / "data") as door:
-        rig, long = door.rig, "word " * (2 * door.rig.daemon.context_max)
+    with http_rig(tmp_path / "data") as server:
+        rig, long = server.rig, "word " * (2 * server.rig.daemon.context_max)
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
         gc.collect()
         with no_collections():
@@ -110,8 +110,8 @@ def test_a_refused_turn_is_freed_without_a_garbage_collection(tmp_path: Path) ->
             request = pb.DeleteConversationRequest(conversation_id="nobody")
             with pytest.raises(grpc.RpcError):
                 rig.stub.DeleteConversation(request)
-            assert door.chat(long).status == 400
-            assert door.chat("hello", "yes", long).status == 400
+            assert server.chat(long).status == 400
+            assert server.chat("hello", "yes", long).status == 400
             wait_for(lambda: not errors_in_memory(), 10.0)
 
 

@@ -72,12 +72,12 @@ def test_a_transfer_of_zero_bytes_is_not_a_measurement() -> None:
 
 def test_fetching_only_the_last_tokens_can_be_worth_it() -> None:
     """A link moves 100 tokens in 0.1 s. Computing the first 100 takes 0.005 s, the last 100 take 0.995 s."""
-    times, of = TransferTimes(), growing(10_000, 1e-6)
+    times, growing_cost = TransferTimes(), growing(10_000, 1e-6)
     times.learn("a", 0.01, 1_000_000, 0.1, 0.0)
     rate = times.bytes_per_second("a", 0.0)
-    assert gain_of(of, 9_900, 10_000, rate) == pytest.approx(0.895)
-    assert gain_of(of, 0, 100, rate) == pytest.approx(-0.095)
-    assert times.is_worth("a", of, PART_BYTES, 0.0)
+    assert gain_of(growing_cost, 9_900, 10_000, rate) == pytest.approx(0.895)
+    assert gain_of(growing_cost, 0, 100, rate) == pytest.approx(-0.095)
+    assert times.is_worth("a", growing_cost, PART_BYTES, 0.0)
     assert not times.is_worth("a", growing(900, 1e-6), PART_BYTES, 0.0)
 
 

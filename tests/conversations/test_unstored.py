@@ -85,8 +85,8 @@ def follow(rig: DaemonRig, live: LiveTurn) -> LiveTurn:
     return live
 
 
-def run(rig: DaemonRig, prompt: Sequence[int], of: TurnOptions, **named: Any) -> LiveTurn:
-    return follow(rig, begin(rig, prompt, of, **named))
+def run(rig: DaemonRig, prompt: Sequence[int], options: TurnOptions, **named: Any) -> LiveTurn:
+    return follow(rig, begin(rig, prompt, options, **named))
 
 
 def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -93,9 +93,9 @@ def inline() -> Iterator[Shown]:
             yield Shown(quoted, str(page.relative_to(ROOT)))
 
 
-def commands(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    yield of
-    for action in of._actions:
+def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 yield from commands(command)

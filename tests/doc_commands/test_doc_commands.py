@@ -1,4 +1,4 @@
-"""Every command line of README, docs and help texts works in an environment as the docs install it.
+"""Every command line of README, docs and help texts works after an installation as in the docs.
 
 Each line is parsed by the parser of its command. Most lines are run; slow ones run only at night
 (`scripts/nightly`, part `commands`). table.py says how each line is run, or why it is not run. A line that is
@@ -76,7 +76,7 @@ def test_the_parser_of_its_command_accepts_the_line(line: str) -> None:
         elif program == "python" and words[1] != "-m":
             assert (ROOT / words[1]).is_file(), line
         else:
-            assert program in ("python", "rm", "curl"), f"nothing here knows {program}"
+            assert program in ("python", "rm", "curl"), f"unknown program {program}"
 
 
 def check_script(words: list[str]) -> None:

@@ -20,10 +20,12 @@ def test_the_compiled_library_exists_and_is_used() -> None:
     assert cpu_library.instruction_set(torch.float64, 64) is None
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says whose a core is")
+@pytest.mark.skipif(
+    not Path("/proc/cpuinfo").exists(), reason="only Linux names the vendor of the CPU"
+)
 def test_bfloat16_pair_products_are_used_only_where_they_are_faster() -> None:
     if not runs_here("avx512_bf16") or runs_here("amx"):
-        pytest.skip("this machine has no such instruction, or tiles")
+        pytest.skip("needs avx512_bf16 without amx")
     intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     expected = "avx512_vnni" if intel else "avx512_bf16"
     assert cpu_library.instruction_set(torch.bfloat16, 64) == expected

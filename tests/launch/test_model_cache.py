@@ -90,7 +90,7 @@ def test_a_partial_model_of_a_killed_process_is_never_used(cache: Path) -> None:
     assert sorted(each.name for each in cache.iterdir()) == ["m", "m.lock"]
 
 
-def test_of_two_simultaneous_conversions_one_runs_and_the_other_waits(cache: Path) -> None:
+def test_a_second_simultaneous_conversion_waits_for_the_first(cache: Path) -> None:
     begun, may_end = threading.Event(), threading.Event()
     lines: list[str] = []
     others: list[Path] = []

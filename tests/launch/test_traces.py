@@ -191,7 +191,7 @@ def test_traces_contain_no_text_of_messages(
     assert not reply.text or reply.text not in log
 
 
-def test_no_span_attribute_is_for_text() -> None:
+def test_no_span_attribute_is_named_for_text() -> None:
     source = inspect.getsource(turn_spans.span_of)
     values = re.findall(r'"((?:gen_ai|pensieve|error)\.[a-z_.]+)"', source)
     assert len(values) == len(set(values)) > 15

@@ -21,7 +21,7 @@ def turn_of(attempt_id: int, tokens: list[int], pages: list[int]) -> Turn:
     return turn
 
 
-def test_a_batch_of_two_turns_one_of_which_has_a_hole() -> None:
+def test_the_tensors_of_a_batch_with_a_hole_in_a_turn() -> None:
     first = turn_of(1, [10, 11, 12, 13, 14, 15, 16, 17, 18], [7, 3, 5])
     second = turn_of(2, [20, 21], [4])
     batch = Batch.from_slices(
@@ -41,7 +41,7 @@ def test_a_batch_of_two_turns_one_of_which_has_a_hole() -> None:
     assert batch.input_ids.dtype == batch.slot_mapping.dtype == torch.int64
 
 
-def test_pages_beyond_what_the_slices_reach_are_left_out() -> None:
+def test_pages_after_the_end_of_the_slices_are_left_out() -> None:
     turn = turn_of(1, list(range(20)), [9, 8, 7, 6, 5])
     batch = Batch.from_slices([slice_of(turn, 0, 5, False)], 4)
     assert batch.page_index.page_table.tolist() == [[9, 8]]
@@ -112,16 +112,16 @@ def test_shared_pages_are_searched_again_if_a_later_page_changes(changed: int) -
     """A context keeps its first page, but a later chunk was recomputed into another page."""
     search, front = SharedSearch(), list(range(1000, 1012))
 
-    def of(pages_of_second: list[int]) -> list[Slice]:
+    def slices_with(pages_of_second: list[int]) -> list[Slice]:
         turns = [turn_of(1, [0] * 57, [*front, 1, 2, 3]), turn_of(2, [0] * 57, pages_of_second)]
         return [slice_of(turn, 56, 57, True) for turn in turns]
 
-    before = of([*front, 4, 5, 6])
+    before = slices_with([*front, 4, 5, 6])
     found = search(before, 4)
     assert found is not None
     assert found.group_pages.tolist() == [12]
     assert search(before, 4) is found
-    after = of([*front[:changed], 7777, *front[changed + 1 :], 4, 5, 6])
+    after = slices_with([*front[:changed], 7777, *front[changed + 1 :], 4, 5, 6])
     assert search(after, 4) == shared_pages(after, 4) != found
 
 
@@ -159,9 +159,9 @@ def test_shared_pages_are_reused_until_a_page_or_turn_changes() -> None:
         for piece, group in zip(slices, groups, strict=True):
             if group >= 0:
                 num_pages = found.group_pages[group]
-                others = [each for each, of in zip(slices, groups, strict=True) if of == group]
-                fronts_of = {tuple(each.page_table[:num_pages]) for each in others}
+                members = [each for each, own in zip(slices, groups, strict=True) if own == group]
+                first_pages = {tuple(each.page_table[:num_pages]) for each in members}
                 assert piece.start >= num_pages * 4
-                assert len(fronts_of) == 1
+                assert len(first_pages) == 1
         lengths = {index: min(length + 1, 160) for index, length in lengths.items()}
     assert 6 < num_searched < 60

@@ -25,7 +25,7 @@ EOS, STOP = 0, 110
 THINK, THOUGHT = 1, 2  # tokens that open and close the thinking
 
 
-def letter(text: str) -> list[int]:
+def ids_of(text: str) -> list[int]:
     return [26 + ord(each) - ord("a") for each in text]
 
 
@@ -34,7 +34,8 @@ def tokens_of(mask: TokenMask | None) -> set[int]:
     return {each for each in range(VOCAB_SIZE) if mask.packed[each >> 3] >> (each & 7) & 1}
 
 
-def saying(letters: str) -> set[int]:
+def tokens_of_letters(letters: str) -> set[int]:
+    """Return all tokens whose text is one of these letters."""
     return {
         each
         for each in range(3, 120)
@@ -56,7 +57,7 @@ class Reply:
         vocabulary = LetterTokenizer(thinks)
         vocabulary.eos_token_ids = frozenset({EOS})
         self.constraints = TurnConstraints(vocabulary, frozenset({EOS}), VOCAB_SIZE)
-        context = array("I", prompt or letter("hi"))
+        context = array("I", prompt or ids_of("hi"))
         constraint = Constraint(ConstraintKind.REGEX, pattern)
         start = TurnStart(7, context, sampling or Sampling(), constraint)
         self.constraints.begin(start)
@@ -68,7 +69,7 @@ class Reply:
         assert not found.failures
         return found.rows[0].mask
 
-    def may_be(self) -> set[int]:
+    def allowed_tokens(self) -> set[int]:
         return tokens_of(self.mask())
 
     def say(self, *token_ids: int) -> None:
@@ -76,7 +77,7 @@ class Reply:
 
 
 @pytest.fixture(autouse=True)
-def _threads_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _close_constraints(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made: list[TurnConstraints] = []
     begin = TurnConstraints.__init__
 
@@ -92,10 +93,10 @@ def _threads_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_reply_may_end_only_where_its_constraint_is_met() -> None:
     reply = Reply("ab?c", sampling=Sampling(stop_token_ids=(STOP,)))
-    assert reply.may_be() == saying("a") - {STOP}
-    reply.say(*letter("a"))
-    assert reply.may_be() == saying("bc") - {STOP}
-    reply.say(*letter("c"))
+    assert reply.allowed_tokens() == tokens_of_letters("a") - {STOP}
+    reply.say(*ids_of("a"))
+    assert reply.allowed_tokens() == tokens_of_letters("bc") - {STOP}
+    reply.say(*ids_of("c"))
     mask = reply.mask()
     assert tokens_of(mask) == {EOS, STOP}
     assert mask is not None
@@ -104,9 +105,9 @@ def test_a_reply_may_end_only_where_its_constraint_is_met() -> None:
 
 def test_a_reply_may_end_or_continue_if_its_constraint_allows_both() -> None:
     reply = Reply("ab*")
-    reply.say(*letter("ab"))
+    reply.say(*ids_of("ab"))
     mask = reply.mask()
-    assert tokens_of(mask) == saying("b") | {EOS}
+    assert tokens_of(mask) == tokens_of_letters("b") | {EOS}
     assert mask is not None
     assert not mask.must_end
 
@@ -114,36 +115,36 @@ def test_a_reply_may_end_or_continue_if_its_constraint_allows_both() -> None:
 def test_many_tokens_at_once_advance_a_constraint_like_single_tokens() -> None:
     """The log has grown by a whole reply, as after a turn that was begun again."""
     slow, quick = Reply("(ab|cd){9}"), Reply("(ab|cd){9}")
-    for token_id in letter("abcdab"):
-        slow.may_be()
+    for token_id in ids_of("abcdab"):
+        slow.allowed_tokens()
         slow.say(token_id)
-    quick.say(*letter("abcdab"))
+    quick.say(*ids_of("abcdab"))
     assert quick.mask() == slow.mask()
 
 
 @pytest.mark.parametrize("opened_by", ["prompt", "reply"])
 def test_thinking_is_unconstrained_and_does_not_end_the_reply(opened_by: str) -> None:
-    prompt = [*letter("hi"), *([THINK] if opened_by == "prompt" else [])]
+    prompt = [*ids_of("hi"), *([THINK] if opened_by == "prompt" else [])]
     reply = Reply("yes", prompt, thinks=True)
     if opened_by == "reply":
-        assert reply.may_be() == saying("y") | {THINK}
+        assert reply.allowed_tokens() == tokens_of_letters("y") | {THINK}
         reply.say(THINK)
-    for token_id in letter("qq"):
-        assert reply.may_be() == set(range(VOCAB_SIZE)) - {EOS}
+    for token_id in ids_of("qq"):
+        assert reply.allowed_tokens() == set(range(VOCAB_SIZE)) - {EOS}
         reply.say(token_id)
     reply.say(THOUGHT)
-    assert reply.may_be() == saying("y")
-    reply.say(*letter("yes"))
-    assert reply.may_be() == {EOS}
+    assert reply.allowed_tokens() == tokens_of_letters("y")
+    reply.say(*ids_of("yes"))
+    assert reply.allowed_tokens() == {EOS}
 
 
 @pytest.mark.parametrize(
     ("prompt", "may_open"),
     [
-        (letter("hi"), True),
+        (ids_of("hi"), True),
         ([THINK, THOUGHT], False),  # the template has closed the thinking, so the reply has none
         (
-            [THINK, *letter("hm"), THOUGHT, *letter("yes"), EOS, *letter("hi")],
+            [THINK, *ids_of("hm"), THOUGHT, *ids_of("yes"), EOS, *ids_of("hi")],
             True,
         ),  # an earlier reply has ended its thinking
     ],
@@ -152,20 +153,20 @@ def test_a_reply_may_start_thinking_unless_its_prompt_ended_the_thinking(
     prompt: list[int], may_open: bool
 ) -> None:
     reply = Reply("yes", prompt, thinks=True)
-    assert (THINK in reply.may_be()) == may_open
-    reply.say(*letter("y"))
-    assert reply.may_be() == saying("e")
+    assert (THINK in reply.allowed_tokens()) == may_open
+    reply.say(*ids_of("y"))
+    assert reply.allowed_tokens() == tokens_of_letters("e")
 
 
 def test_without_thinking_the_thinking_token_is_masked() -> None:
-    assert Reply("yes").may_be() == saying("y")
+    assert Reply("yes").allowed_tokens() == tokens_of_letters("y")
 
 
 def test_a_token_ahead_advances_the_constraint_once_it_is_known() -> None:
     reply = Reply("abc")
-    reply.may_be()
+    reply.allowed_tokens()
     position = len(reply.log.tokens) + 1
-    for newest, expected in ((letter("a")[0], saying("b")), (-1, None), (EOS, None)):
+    for newest, expected in ((ids_of("a")[0], tokens_of_letters("b")), (-1, None), (EOS, None)):
         rows = [Row(reply.log, position)]
         jobs = reply.constraints.start_masks(rows)
         assert (jobs.by_row, jobs.ahead) == ({}, [0])
@@ -179,8 +180,8 @@ def test_a_token_ahead_advances_the_constraint_once_it_is_known() -> None:
 
 def test_a_constraint_that_no_token_can_meet_fails_its_turn() -> None:
     reply = Reply("aB")
-    reply.may_be()
-    reply.say(*letter("a"))
+    reply.allowed_tokens()
+    reply.say(*ids_of("a"))
     for _ in range(2):
         rows = [Row(reply.log, len(reply.log.tokens))]
         found = reply.constraints.masks(reply.constraints.start_masks(rows), rows)
@@ -190,7 +191,7 @@ def test_a_constraint_that_no_token_can_meet_fails_its_turn() -> None:
         reply.say(5)
 
 
-def test_turns_without_a_constraint_cost_nothing() -> None:
+def test_turns_without_a_constraint_need_no_masks_and_no_threads() -> None:
     constraints = TurnConstraints(LetterTokenizer(), frozenset({EOS}), VOCAB_SIZE)
     start = TurnStart(1, array("I", [5]), Sampling())
     constraints.begin(start)
@@ -204,7 +205,7 @@ def test_turns_without_a_constraint_cost_nothing() -> None:
 # -- the sampler, with masks made by the test --------------------------------------------------------
 
 
-def a_mask(allowed: set[int], size: int, must_end: bool = False) -> TokenMask:
+def mask_of(allowed: set[int], size: int, must_end: bool = False) -> TokenMask:
     packed = bytearray(-(-size // 8))
     for each in allowed:
         packed[each >> 3] |= 1 << (each & 7)
@@ -220,7 +221,7 @@ def test_a_masked_row_is_drawn_as_if_there_were_no_other_tokens(name: str) -> No
         logits = make_logits(1, size, seed)
         turn = make_turn(sampling)
         allowed = {4, *chance.sample(range(size), chance.choice((1, 5, 200)))}
-        row = Row(turn, len(turn.tokens), a_mask(allowed, size))
+        row = Row(turn, len(turn.tokens), mask_of(allowed, size))
         (drawn,) = sampler.draw(logits, [row]).read()
         assert drawn is not None
         assert drawn.token_id in allowed
@@ -241,7 +242,7 @@ def test_masked_rows_change_no_bit_of_other_rows() -> None:
     turns = [make_turn(dataclasses.replace(each, logprobs=3)) for each in OPTIONS.values()] * 2
     rows = [Row(each, len(each.tokens)) for each in turns]
     alone = sampler.draw(logits, rows).read()
-    mask = a_mask({7, 8, 9}, size)
+    mask = mask_of({7, 8, 9}, size)
     mixed = [row._replace(mask=mask) if n % 2 else row for n, row in enumerate(rows)]
     for number, (one, other) in enumerate(
         zip(alone, sampler.draw(logits, mixed).read(), strict=True)
@@ -258,11 +259,11 @@ def test_masked_rows_change_no_bit_of_other_rows() -> None:
 def test_min_tokens_is_ignored_if_the_constraint_allows_only_the_end() -> None:
     size = 40
     turn = make_turn(Sampling(min_tokens=9))
-    row = Row(turn, len(turn.tokens), a_mask({4}, size, must_end=True))
+    row = Row(turn, len(turn.tokens), mask_of({4}, size, must_end=True))
     (drawn,) = Sampler(size, frozenset({4})).draw(make_logits(1, size), [row]).read()
     assert drawn is not None
     assert drawn.token_id == 4
-    row = Row(turn, len(turn.tokens), a_mask({4, 9}, size))
+    row = Row(turn, len(turn.tokens), mask_of({4, 9}, size))
     (drawn,) = Sampler(size, frozenset({4})).draw(make_logits(1, size), [row]).read()
     assert drawn is not None
     assert drawn.token_id == 9
@@ -273,5 +274,5 @@ def test_nan_logits_fail_a_masked_row_too() -> None:
     logits = make_logits(1, size)
     logits[0, 3] = float("nan")
     turn = make_turn(Sampling())
-    row = Row(turn, len(turn.tokens), a_mask({9}, size))
+    row = Row(turn, len(turn.tokens), mask_of({9}, size))
     assert Sampler(size).draw(logits, [row]).read() == [None]

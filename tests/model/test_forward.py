@@ -342,7 +342,10 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
     blocks = BlocksAtOnce(slots, 132)
     groups = [draw.randrange(-1, draw.choice((1, 3, 20))) for _ in range(rows)]
     pages = [
-        min((start // 32 for start, of in zip(starts, groups, strict=True) if of == g), default=0)
+        min(
+            (start // 32 for start, group in zip(starts, groups, strict=True) if group == g),
+            default=0,
+        )
         for g in range(20)
     ]
     for shared in (None, SharedPages(array("i", groups), array("i", pages))):

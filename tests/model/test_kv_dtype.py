@@ -42,7 +42,7 @@ def test_a_token_takes_a_byte_for_each_value_and_four_for_each_row(folder_of: Fo
     assert any("160 bytes of KV per token as int8, context 256" in line for line in lines)
 
 
-def test_both_tiers_hold_rows_of_bytes_and_move_them() -> None:
+def test_both_tiers_store_and_move_int8_rows_with_scales() -> None:
     memory = KVMemory(SHAPE, 8, 5, 4)
     assert memory.page_bytes == 4 * SHAPE.kv_bytes_per_token == 4 * 2 * 3 * (4 + 4)
     assert memory.device_arena.shape == (3, 8 + 1, 2, 1, 4, 8)
@@ -71,7 +71,9 @@ def test_both_tiers_hold_rows_of_bytes_and_move_them() -> None:
     assert not sums.is_intact(4)
 
 
-def test_replies_are_near_those_of_the_model(model: LoadedModel, folder_of: FolderOf) -> None:
+def test_replies_are_near_the_replies_of_plain_transformers(
+    model: LoadedModel, folder_of: FolderOf
+) -> None:
     world = World(model, chunk_tokens=32)
     turn = world.turn(40)
     world.step((turn, 0, 40, True))
@@ -126,7 +128,7 @@ def test_a_model_that_rounding_changes_too_much_is_refused(
 def test_memory_pressure_changes_no_token_and_no_byte_of_kv(
     family: str, dtype: torch.dtype, folder_of: FolderOf
 ) -> None:
-    """Random cuts, swaps and holes. Each turn is compared with a run alone, in one piece, without swaps."""
+    """Slices, swaps and holes are random. Each turn is compared with a run alone, without cuts and swaps."""
     model = load(folder_of(family), dtype=dtype, kv_dtype="int8")
     world = World(model, device_pages=160, seed=3, chunk_tokens=32)
     turns = play_at_random(world, 3)

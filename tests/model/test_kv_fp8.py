@@ -64,7 +64,7 @@ def test_a_token_takes_a_byte_for_each_value(model: LoadedModel) -> None:
     assert shape.kv_bytes_per_token == values
 
 
-def test_both_tiers_hold_bytes_and_move_them() -> None:
+def test_both_tiers_store_and_move_fp8_bytes() -> None:
     exponents = (((0,), (1,)),) * 3
     shape = ModelShape(3, 2, 1, 4, 50, 64, torch.bfloat16, 0, 0, "fp8", exponents)
     memory = KVMemory(shape, 8, 5, 4)
@@ -103,7 +103,9 @@ def test_a_model_without_scales_has_no_pages_in_fp8() -> None:
         KVMemory(shape, 8, 5, 4)
 
 
-def test_replies_are_near_those_of_the_model(model: LoadedModel, folder_of: FolderOf) -> None:
+def test_replies_are_near_the_replies_of_plain_transformers(
+    model: LoadedModel, folder_of: FolderOf
+) -> None:
     world = World(model, chunk_tokens=32)
     turn = world.turn(40)
     world.step((turn, 0, 40, True))

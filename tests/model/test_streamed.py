@@ -185,7 +185,7 @@ def play(twins: Twins, seed: int, num_iterations: int = 14) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("staging_pages", [26, IN_PLACE])
-def test_any_mixture_gives_the_bits_of_resident_turns(
+def test_random_streamed_and_resident_turns_have_the_bits_of_resident_turns(
     loaded: Loaded, seed: int, staging_pages: int
 ) -> None:
     twins = Twins(loaded("llama-gqa"), staging_pages, seed)

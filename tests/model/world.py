@@ -220,7 +220,7 @@ class World:
 
 
 def play_at_random(world: World, seed: int) -> list[Turn]:
-    """Run several turns at once, with random cuts, swaps to random pages and holes in random chunks."""
+    """Run several turns at once. Lengths of slices, swaps, pages and holes are random."""
     rng, chunk_tokens = random.Random(seed), world.memory.chunk_tokens
     turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
     computed = dict.fromkeys(turns, 0)

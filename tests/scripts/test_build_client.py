@@ -15,19 +15,20 @@ import pytest
 from tests.conversations.rig_daemon import DaemonRig
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = """
+CLIENT_PROGRAM = """
 import importlib, sys
 
 MISSING = {"torch", "transformers", "numpy", "sqlite_utils", "jinja2", "rich", "tokenizers"}
 
-class Nothing:
+class MissingPackages:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in MISSING:
             raise ModuleNotFoundError(name)
 
 # Without the finders of packages that are installed in place.
 ours = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
-sys.meta_path[:] = [Nothing(), *(each for each in sys.meta_path if getattr(each, "__name__", "") in ours)]
+kept = [each for each in sys.meta_path if getattr(each, "__name__", "") in ours]
+sys.meta_path[:] = [MissingPackages(), *kept]
 sys.path.insert(0, sys.argv[1])
 from pensieve import client
 assert client.__file__.startswith(sys.argv[1]), client.__file__
@@ -70,7 +71,7 @@ def test_the_wheel_works_with_a_daemon_without_the_server_package(
         archive.extractall(alone)
     with DaemonRig(tmp_path / "data") as rig:
         finished = subprocess.run(
-            [sys.executable, "-c", ALONE, str(alone), rig.server.address],
+            [sys.executable, "-c", CLIENT_PROGRAM, str(alone), rig.server.address],
             capture_output=True,
             text=True,
             check=False,

@@ -108,7 +108,9 @@ def test_the_table_has_both_numbers_a_verdict_and_a_reason(
         assert all(map(math.isfinite, row["by_seed"]))
 
 
-def test_wrong_numbers_and_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_seed_counts_and_unknown_figures_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert command.main(["all", "--seeds", "0"]) == 3
     assert "--seeds must be 1 or more" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -173,7 +175,7 @@ def wavy(rate: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("begin", [0.05, 1.0, 3.0, 40.0])
-def test_the_limit_is_found_from_either_side(begin: float) -> None:
+def test_the_limit_is_found_from_a_start_below_or_above_it(begin: float) -> None:
     found = first_crossing(curve, 80.0, begin)
     step = GRID_RATIO ** (1 / 4)  # after two halvings
     assert 3.0 / step <= found.rate <= 3.0
@@ -194,18 +196,18 @@ def test_no_rate_is_simulated_twice() -> None:
 
 
 @pytest.mark.parametrize("begin", [0.5, 1.0, 1.3])
-def test_of_several_crossings_the_first_counts(begin: float) -> None:
-    """This holds for each start of the search below the first crossing."""
+def test_the_first_of_several_crossings_is_the_limit(begin: float) -> None:
+    """The search may start anywhere below the first crossing."""
     found = first_crossing(wavy, 80.0, begin, halvings=6)
     assert found.rate == pytest.approx(1.2, rel=0.01)
 
 
-def test_of_a_limit_that_is_not_reached_the_nearest_scanned_rate_is_taken() -> None:
+def test_without_a_crossing_the_highest_or_lowest_scanned_rate_is_returned() -> None:
     def flat(rate: float) -> dict[str, Any]:
         return {"rate": rate, "tokens_per_second": rate, "normalized_p90": 10.0}
 
     found = first_crossing(flat, 80.0, 1.0, scanned_max=6)
-    assert found.rate == pytest.approx(GRID_RATIO), "the highest: -4 to 1 are six"
+    assert found.rate == pytest.approx(GRID_RATIO), "the highest of six rates: exponents -4 to 1"
     found = first_crossing(flat, 5.0, 1.0, scanned_max=3)
     assert found.rate == pytest.approx(GRID_RATIO**-4), "the lowest"
 
@@ -216,7 +218,7 @@ def test_of_a_limit_that_is_not_reached_the_nearest_scanned_rate_is_taken() -> N
     assert (found.rate, found.tokens_per_second) == (GRID_RATIO**-3, 0.0)
 
 
-def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
+def test_a_rate_without_served_requests_is_not_the_limit() -> None:
     def broken(rate: float) -> dict[str, Any]:
         p90 = 10.0 if rate <= 1 else None
         return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": p90}
@@ -225,7 +227,7 @@ def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
     assert (found.rate, found.tokens_per_second) == (1.0, 100.0)
 
 
-def test_longer_conversations_take_longer_to_gather() -> None:
+def test_drawn_conversations_have_the_predicted_mean_number_of_turns() -> None:
     preset = WORKLOAD_PRESETS["sharegpt"]
     assert preset.turns_from(1) == preset.turns_mean
     found = [arrival.conversation for arrival in drawn(preset, 1.0, 5000.0, 9, turns_min=5)]
@@ -246,7 +248,7 @@ def served(workload: str, rate: float, **options: Any) -> dict[str, Any]:
     return row
 
 
-def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
+def test_prompt_pieces_keep_gaps_between_tokens_short() -> None:
     """As in table 4: at equal throughput, gaps are at most a third of the gaps with prefill first."""
     found = {
         name: served("documents", 0.35, **options)
@@ -280,7 +282,7 @@ def test_orca_reserves_memory_for_the_longest_context() -> None:
     assert sarathi.LLAMA.orca_turns(16_384) >= 1
 
 
-def test_one_stage_is_a_replica() -> None:
+def test_a_pipeline_of_one_stage_equals_a_replica() -> None:
     replica = Replica(sarathi.YI.cost, 100_000, 0, "value", 1024)
     window = Window(0.0, 2.0, 12.0)
     arrivals = list(drawn(WORKLOAD_PRESETS["requests"], 1.0, 12.0, 1))
@@ -294,10 +296,10 @@ def test_iterations_of_different_lengths_leave_bubbles_between_stages() -> None:
     assert [even.pass_through(float(at), 1.0) for at in range(4)] == [2.0, 3.0, 4.0, 5.0]
     assert uneven.pass_through(0.0, 1.0) == 2.0
     assert uneven.pass_through(0.0, 3.0) == 7.0, "the second stage stood idle from 2 to 4"
-    assert uneven.pass_through(2.0, 1.0) == 8.0, "and this one waits in front of both"
+    assert uneven.pass_through(2.0, 1.0) == 8.0, "this iteration waits before both stages"
 
 
-def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -> None:
+def test_two_stages_have_the_throughput_and_token_time_of_one_large_stage() -> None:
     """Each stage takes half the time. Two engines serve half the requests each, or one engine serves all."""
     model, hardware = sarathi.YI.model, replace(sarathi.A100_PAIR, overhead_seconds=0.0)
     whole = Replica(CostModel.of(model, hardware), 200_000, 0, "value", 1024)
@@ -346,7 +348,7 @@ def seconds_of(cost: CostModel, refills: bool, ahead: bool, queries: list[Query]
         (True, True, 2 + 9),  # the third query takes no step of its own
     ],
 )
-def test_a_batch_takes_what_its_longest_members_take(
+def test_a_padded_batch_takes_the_steps_of_its_longest_queries(
     refills: bool, ahead: bool, seconds: float
 ) -> None:
     queries = [Query(5, 3), Query(2, 9), Query(7, 1)]
@@ -364,7 +366,7 @@ def test_the_padding_of_an_inserted_prompt_stays_in_the_other_slot() -> None:
     assert ahead < more_keys
 
 
-def test_who_has_ended_leaves_the_batch() -> None:
+def test_an_ended_query_leaves_the_batch() -> None:
     """As in table 2 of the Baton paper."""
     cost = CostModel.of(baton.MODEL, baton.RTX_4090)
     for batch in (2, 10):
@@ -395,7 +397,7 @@ def test_a_request_waits_for_about_five_steps_to_join_a_batch() -> None:
     assert queueing.verdict == REPRODUCED
 
 
-def test_numbers_to_which_a_cost_was_fitted_are_no_claims() -> None:
+def test_numbers_that_a_cost_was_fitted_to_are_not_claims() -> None:
     for row in rows_by_name("batchmaker-2.10").values():
         assert row.reason.startswith("fitted to the paper's")
         assert row.paper.is_empty

@@ -79,7 +79,9 @@ def costs(policy: str, phases: list[Phase], device_tokens: int) -> tuple[list[fl
         ([(CHAT, 0.4, 15), (AGENTS, 0.06, 12), (CHAT, 0.4, 15)], 50_000),
     ][: 2 if SCALE == 1 else 3],
 )
-def test_no_ten_minutes_are_worse_than_with_lru(phases: list[Phase], device_tokens: int) -> None:
+def test_the_return_policy_costs_no_more_than_lru_in_any_ten_minutes(
+    phases: list[Phase], device_tokens: int
+) -> None:
     """The cost may exceed LRU's cost by 2 %, or by 0.1 % of LRU's mean cost if that is more."""
     lru, _ = costs("lru", phases, device_tokens)
     learned, _ = costs("return", phases, device_tokens)

@@ -25,7 +25,7 @@ from tests.store.faulty import write_history
 from tests.store.postgres_server import PostgresServer
 from tests.store.talk import DRIVERS
 
-MEMORY = Path("/dev/shm")  # these tests sync often, and do not test what syncs cost
+MEMORY = Path("/dev/shm")  # these tests sync often, and do not measure syncs
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "driver" not in metafunc.fixturenames or any("driver" in names for names in named):
         return
-    is_of_files = any(metafunc.definition.iter_markers("sqlite"))
-    is_on_both = "open_store" in metafunc.fixturenames and not is_of_files
-    drivers = DRIVERS + [POSTGRES] * is_on_both
+    is_sqlite_only = any(metafunc.definition.iter_markers("sqlite"))
+    runs_on_postgres = "open_store" in metafunc.fixturenames and not is_sqlite_only
+    drivers = DRIVERS + [POSTGRES] * runs_on_postgres
     metafunc.parametrize("driver", drivers, indirect=True)
 
 

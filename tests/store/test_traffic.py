@@ -45,32 +45,32 @@ class Traffic:
         acts = [self.create, self.fork, self.rewind, self.delete, self.replace, self.replay]
         self.rng.choice([*acts, *[self.begin] * 4, *[self.end] * 4, self.restart])()
 
-    def some(self) -> str | None:
+    def random_name(self) -> str | None:
         return self.rng.choice(sorted(self.expected)) if self.expected else None
 
-    def fresh(self) -> str:
+    def new_name(self) -> str:
         self.number += 1
         return f"n{self.number}"
 
     def draft(self, role: str) -> NewMessage:
         ids = tuple(self.rng.randrange(2**32) for _ in range(self.rng.choice([0, 1, 3, 40])))
-        return NewMessage(role, self.fresh() * self.rng.choice([1, 20, 900]), ids)
+        return NewMessage(role, self.new_name() * self.rng.choice([1, 20, 900]), ids)
 
     def create(self) -> None:
-        name, head = self.fresh(), [self.draft("system")][: self.rng.randrange(2)]
+        name, head = self.new_name(), [self.draft("system")][: self.rng.randrange(2)]
         self.store.create_conversation(NewConversation(name, "f", head))
         self.expected[name] = Expected(messages=[(m.content, 0, tuple(m.token_ids)) for m in head])
 
     def fork(self) -> None:
-        if (source := self.some()) is None:
+        if (source := self.random_name()) is None:
             return
-        expected, name = self.expected[source], self.fresh()
+        expected, name = self.expected[source], self.new_name()
         revision = self.rng.choice([0, expected.revision, *[m[1] for m in expected.messages]])
         self.store.fork_conversation(source, revision, name)
         self.expected[name] = Expected(revision, [m for m in expected.messages if m[1] <= revision])
 
     def rewind(self) -> None:
-        if (name := self.some()) is None:
+        if (name := self.random_name()) is None:
             return
         expected = self.expected[name]
         revision = self.rng.choice([0, expected.revision, *[m[1] for m in expected.messages]])
@@ -84,7 +84,7 @@ class Traffic:
         assert rewound == (expected.revision, sum(len(m[2]) for m in expected.messages))
 
     def delete(self) -> None:
-        if (name := self.some()) is None:
+        if (name := self.random_name()) is None:
             return
         if self.expected[name].running is not None:
             with pytest.raises(TurnRunning):
@@ -96,21 +96,21 @@ class Traffic:
             self.store.log(name)
 
     def replace(self) -> None:
-        if (name := self.some()) is None or self.expected[name].running is not None:
+        if (name := self.random_name()) is None or self.expected[name].running is not None:
             return
         expected = self.expected[name]
         ids = [tuple(self.draft("").token_ids) for _ in expected.messages]
-        self.store.replace_log(name, self.fresh(), ids)
+        self.store.replace_log(name, self.new_name(), ids)
         expected.messages = [
             (m[0], m[1], new) for m, new in zip(expected.messages, ids, strict=True)
         ]
 
     def begin(self) -> None:
-        if (name := self.some()) is None:
+        if (name := self.random_name()) is None:
             return
         expected = self.expected[name]
         messages = [self.draft("user") for _ in range(self.rng.choice([1, 1, 2]))]
-        request = NewTurn(self.fresh(), messages, expected_revision=expected.revision)
+        request = NewTurn(self.new_name(), messages, expected_revision=expected.revision)
         if expected.running is not None:
             with pytest.raises(TurnRunning):
                 self.store.begin_turn(name, request)
@@ -127,15 +127,15 @@ class Traffic:
             return
         expected = self.expected[self.rng.choice(running)]
         assert expected.running is not None
-        way = self.rng.choice(["stop", "stop", "stop", "cancelled", "fail", "interrupt"])
-        if way == "fail":
+        outcome = self.rng.choice(["stop", "stop", "stop", "cancelled", "fail", "interrupt"])
+        if outcome == "fail":
             assert self.store.fail_turn(expected.running, "x").state is StoredTurnState.FAILED
-        elif way == "interrupt":
+        elif outcome == "interrupt":
             assert self.store.interrupt_turn(expected.running).state is StoredTurnState.INTERRUPTED
         else:
             answer = self.draft("assistant")
             expected.revision += 1
-            revision = self.store.finish_turn(expected.running, answer, way, {})
+            revision = self.store.finish_turn(expected.running, answer, outcome, {})
             assert revision == expected.revision
             exchange = [*expected.pending, (answer.content, tuple(answer.token_ids))]
             expected.messages += [(text, revision, ids) for text, ids in exchange]
@@ -143,7 +143,7 @@ class Traffic:
         expected.running = None
 
     def replay(self) -> None:
-        name = self.some()
+        name = self.random_name()
         if name is None or not self.expected[name].ended:
             return
         request_id = self.rng.choice(sorted(self.expected[name].ended))

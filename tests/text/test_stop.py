@@ -39,7 +39,7 @@ def test_text_that_may_begin_a_stop_string_is_withheld() -> None:
     assert matcher.flush() == "E"
 
 
-def test_of_two_matches_that_end_together_the_longest_counts() -> None:
+def test_the_longest_of_two_matches_with_the_same_end_counts() -> None:
     assert feed(("b", "aab"), ["xaab"]) == ("x", "aab", "")
 
 

@@ -112,7 +112,7 @@ def test_a_call_with_invalid_json_stays_unfinished_and_the_rest_is_text() -> Non
     )
 
 
-def test_white_space_of_text_is_kept_but_not_that_of_calls() -> None:
+def test_white_space_around_text_is_kept_and_around_calls_removed() -> None:
     found = read("hermes", "I look.\n\n" + REPLIES["hermes"] + "\n\nSo.\n")
     assert (found.text, found.parsed_calls) == ("I look.\n\nSo.\n", [PARIS, TIME])
     assert not found.ends_with_call

@@ -126,8 +126,12 @@ def _of_models(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
     models, tokens = ModelEndpoints(daemon, requests), TokenEndpoints(daemon, requests)
     yield Route("GET", "/v1/models", models.all, "The served model, as a list")
     yield Route("GET", "/v1/models/{model:path}", models.one, "The served model")
-    by_prompt = members_of(lambda given, of: parse_tokenize(given, None, of), {"prompt": "a"})
-    by_chat = members_of(lambda given, of: parse_tokenize(given, None, of), {"messages": [USER]})
+    by_prompt = members_of(
+        lambda given, fields_of: parse_tokenize(given, None, fields_of), {"prompt": "a"}
+    )
+    by_chat = members_of(
+        lambda given, fields_of: parse_tokenize(given, None, fields_of), {"messages": [USER]}
+    )
     body = {"anyOf": [by_prompt, by_chat]}
     summary = "The tokens of a text, or of messages as the chat template writes them"
     yield Route("POST", "/tokenize", tokens.tokenize, summary, body=body)
@@ -151,18 +155,20 @@ def _of_chats(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
     messages, as_anthropic = MessageEndpoints(daemon, requests), {"error_body": anthropics}
     given: Mapping[str, Any] = {"model": "m", "messages": [USER]}
     body = members_of(
-        lambda each, of: anthropic.parse(each, served, of), {**given, "max_tokens": 1}
+        lambda each, fields_of: anthropic.parse(each, served, fields_of), {**given, "max_tokens": 1}
     )
     summary = "Continue a chat (Anthropic's API)"
     yield Route("POST", "/v1/messages", messages.create, summary, as_anthropic, body)
-    body = members_of(lambda each, of: anthropic.parse_count(each, served, of), given)
+    body = members_of(lambda each, fields_of: anthropic.parse_count(each, served, fields_of), given)
     summary = "Count the tokens of a chat (Anthropic's API)"
     path = "/v1/messages/count_tokens"
     yield Route("POST", path, messages.count_tokens, summary, as_anthropic, body)
 
 
-def _parsed(kind: RequestKind, served: Served, given: Any, of: Callable[[Any], Fields]) -> Any:
-    return parse(kind, given, served, of)
+def _parsed(
+    kind: RequestKind, served: Served, given: Any, fields_of: Callable[[Any], Fields]
+) -> Any:
+    return parse(kind, given, served, fields_of)
 
 
 def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:

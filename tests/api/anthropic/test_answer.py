@@ -214,8 +214,8 @@ def test_truncated_arguments_contain_only_members_of_the_full_arguments(
     found = whole_part(text[: data.draw(st.integers(0, len(text)))])
     assert list(found) == list(arguments)[: len(found)]
     for name, value in found.items():
-        of = arguments[name]
-        assert value == of or (isinstance(of, list) and value == of[: len(value)])
+        full = arguments[name]
+        assert value == full or (isinstance(full, list) and value == full[: len(value)])
 
 
 # -- endings --

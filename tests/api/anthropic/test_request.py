@@ -47,8 +47,8 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(blocks)}
 
 
-def text(of: str, **members: Any) -> dict[str, Any]:
-    return {"type": "text", "text": of, **members}
+def text(content: str, **members: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **members}
 
 
 def refused(**members: Any) -> tuple[str, str, str]:
@@ -329,7 +329,7 @@ def test_bodies_with_odd_values_are_parsed_or_refused() -> None:
     assert num_taken > 100
 
 
-@given(st.recursive(st.none() | st.integers() | st.text(), lambda of: st.lists(of)))
+@given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
 def test_a_body_that_is_not_an_object_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument):
         parse(value, SERVED)

@@ -28,7 +28,7 @@ exec {python} -m pensieve.launch.echo_engine "$@"
 
 
 def gated(gate: Path) -> tuple[str, ...]:
-    """An engine that becomes ready when this file exists."""
+    """Return the command of an engine that waits until this file exists."""
     return ("bash", "-c", GATED.format(python=sys.executable), str(gate))
 
 

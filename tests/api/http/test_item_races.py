@@ -72,27 +72,27 @@ def _user(text: str) -> Any:
 def overtaken(server: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable[[], Answer]]:
     """Stop a request between its read and its first write. Yield a function that continues the request."""
     threads = server.rig.daemon.threads
-    in_store, waits, goes_on = threads.in_store, threading.Event(), threading.Event()
+    in_store, is_held, may_continue = threads.in_store, threading.Event(), threading.Event()
 
     async def held(tenant: str, function: Any, /, *given: Any, **named: Any) -> Any:
-        if function.__name__ in WRITES and not waits.is_set():
-            waits.set()
-            await asyncio.to_thread(goes_on.wait)
+        if function.__name__ in WRITES and not is_held.is_set():
+            is_held.set()
+            await asyncio.to_thread(may_continue.wait)
         return await in_store(tenant, function, *given, **named)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(threads, "in_store", held)
         answer = pool.submit(request)
-        assert waits.wait(60), "nothing was written"
+        assert is_held.wait(60), "nothing was written"
 
         def finish() -> Answer:
-            goes_on.set()
+            may_continue.set()
             return answer.result(60)
 
         try:
             yield finish
         finally:
-            goes_on.set()
+            may_continue.set()
 
 
 def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(server: HttpRig) -> None:

@@ -84,11 +84,11 @@ DATA = st.lists(st.sampled_from([b"\r", b"\n", b"-", b"--", b"b-0", b"\r\n--b-",
 def test_any_file_content_is_returned_unchanged(
     parts: list[tuple[str, list[bytes]]], data: st.DataObject
 ) -> None:
-    given_ = [(name, "n", b"".join(each)) for name, each in parts]
-    given_ = [each for each in given_ if b"\r\n--b-0" not in b"\r\n" + each[2]]
-    form = written(given_)
+    file_parts = [(name, "n", b"".join(each)) for name, each in parts]
+    file_parts = [each for each in file_parts if b"\r\n--b-0" not in b"\r\n" + each[2]]
+    form = written(file_parts)
     cuts = data.draw(st.lists(st.integers(0, len(form)), max_size=6))
-    assert read(form, *cuts) == given_
+    assert read(form, *cuts) == file_parts
 
 
 @pytest.mark.parametrize(

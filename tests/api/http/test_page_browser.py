@@ -473,7 +473,7 @@ def deleted(rig: HttpRig, name: str) -> None:
     rig.rig.stub.DeleteConversation(request)
 
 
-def test_what_a_model_writes_is_text_and_its_thinking_is_folded(
+def test_html_in_a_reply_is_shown_as_text_and_thinking_is_folded(
     browser: Any, slow: HttpRig
 ) -> None:
     bad = "<img src=x onerror=alert(1)> [a](javascript:alert(1)) <script>alert(1)</script>"

@@ -1,4 +1,4 @@
-"""Each hostile schema or grammar is answered or refused by name, and chats continue meanwhile."""
+"""A hostile schema or grammar is answered, or refused with the parameter's name. Chats continue meanwhile."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ def refused(ask: Any, *given: Any, **members: Any) -> tuple[str, str]:
 
 
 def code_of(ask: Any, **members: Any) -> str:
+    """Return the code of the refusal."""
     with pytest.raises(Refusal) as caught:
         ask(**members)
     return caught.value.code

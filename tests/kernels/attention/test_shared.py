@@ -18,9 +18,8 @@ from pensieve.kernels.attention.input import (
 )
 from tests.kernels.attention.cases import NAN, TYPES, Case
 
-Group = tuple[
-    int, list[tuple[int, int]]
-]  # number of shared pages; of each slice: number of own tokens before it, length
+# Number of shared pages, and for each slice: number of own tokens before the slice, length of the slice.
+Group = tuple[int, list[tuple[int, int]]]
 
 
 def check(
@@ -70,7 +69,7 @@ def test_sharing_pages_changes_no_bit_of_the_result(
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("seed", range(4))
-def test_random_groups(seed: int) -> None:
+def test_random_groups_have_the_same_result_as_unshared_pages(seed: int) -> None:
     choose = random.Random(seed)
     groups: list[Group] = [
         (

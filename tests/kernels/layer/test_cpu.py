@@ -90,7 +90,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs", "rows"), [(64, 5, 1), (34, 129, 30)])
-def test_products_whose_outputs_all_go_through_an_activation(
+def test_an_activation_applies_to_all_outputs_of_a_product(
     dtype: torch.dtype, activation: Activation, int8: bool, inputs: int, outputs: int, rows: int
 ) -> None:
     weight = drawn(outputs, inputs, dtype=dtype, seed=1)

@@ -73,7 +73,7 @@ def test_searching_draws_the_same_tokens_as_sorting(vocab_size: int, rounded: bo
     assert searched(values, rows) == sorted_out(values, rows)
 
 
-def test_neither_the_order_of_threads_nor_the_rest_of_the_batch_matters() -> None:
+def test_draws_do_not_depend_on_thread_order_or_other_rows() -> None:
     values = make_logits(len(CUTS), 700, seed=4).bfloat16().float()
     rows = rows_of(CUTS)
     together = searched(values, rows)
