@@ -25,7 +25,7 @@ def measured_model(name: str, shape: str) -> Iterator[Path]:
         yield resolve_model(name, progress)
         return
     if shape not in SHAPES:
-        raise InvalidArgument("shape", f"is one of {', '.join(SHAPES)}")
+        raise InvalidArgument("shape", f"must be one of {', '.join(SHAPES)}")
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         progress(f"making random weights, {shape}")
         make(Path(folder), SHAPES[shape])

@@ -34,7 +34,7 @@ class Cell(nn.Module):
     pad = 0
 
     def __init__(self, kind: CellType, state: States, arity: int = 1, payload: int = 1) -> None:
-        """`state`: what a node without inputs reads in place of one row of an input node's outputs.
+        """`state`: one row of states, which a node without input nodes reads instead of outputs.
 
         A node has `arity` input nodes. It takes `payload` token ids from its request, padded by `pad`.
         """
@@ -151,7 +151,7 @@ class BartEncoderCell(Cell):
 
 
 class BartDecoderCell(Cell):
-    """A decoder step. The state has keys and values of the source, and of the tokens before.
+    """A decoder step. The state has the keys and values of the source, and of the reply until now.
 
     Each row has its own position, so rows of one batch may be at different steps.
     """
@@ -171,7 +171,7 @@ class BartDecoderCell(Cell):
     def forward(self, payload: Tensor, *states: Tensor) -> States:
         token, position, mask, cross, own = states
         decoder, target_max = self.bart.model.decoder, own.shape[4]
-        at = position.clamp(max=target_max - 1)  # rows that are padding go on beyond their end
+        at = position.clamp(max=target_max - 1)  # padding rows count on beyond the last position
         places = decoder.embed_positions
         x = decoder.embed_tokens(token) + embedding(at + places.offset, places.weight)
         x = decoder.layernorm_embedding(x).unsqueeze(1)  # (rows, 1, d_model)

@@ -1,7 +1,7 @@
 """End a turn for its client, and tell the client how the turn ended.
 
     keep_tokens      part of the reply that is kept
-    not given        everything that was sent to the readers until now
+    not given        everything that was sent to the followers until now
     n > 0            the first n tokens, which the client has received
     0                nothing; a retry with the same request_id begins the turn again
 

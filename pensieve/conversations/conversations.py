@@ -332,7 +332,7 @@ class Conversations:
                 # Another turn or a rewind came after the draft: draft again.
 
     def _attach_or_replay(self, retried: RetriedTurn) -> LiveTurn | None:
-        """Return a retried turn for another reader; None if it has just been given up."""
+        """Return a retried turn for another follower; None if it has just been given up."""
         if retried.reply is not None:
             return replayed(retried.turn, retried.reply)
         live = self.turns.of_turn(retried.turn.turn_id)
@@ -358,7 +358,7 @@ class Conversations:
             await self.followers.until_ended(live)
             raise
         self.ends.submitted(live)
-        self.followers.start_grace(live)  # until its first reader comes
+        self.followers.start_grace(live)  # until its first follower comes
         return live
 
     async def root_of(self, tenant: str, cache_salt: str = "") -> str:

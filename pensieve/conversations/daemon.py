@@ -393,7 +393,7 @@ class Daemon:
         return [*answer.problems, *(await in_new_thread(self.store.verify))]
 
     async def _sweep(self, conversations: Conversations) -> None:
-        """Once a second: cancel stalled readers, erase what is due, collect garbage when no turn runs."""
+        """Once a second: cancel stalled followers, erase what is due, collect garbage when no turn runs."""
         has_collected, before = False, self._loop.time()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)

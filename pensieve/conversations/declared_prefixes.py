@@ -38,7 +38,7 @@ NOBODY = "/prefixes"  # no tenant has this name
 class Warmer:
     """Bring conversations' KV to the device before their next message.
 
-    A warm is a turn without a reader. A client's warm counts as a turn of its tenant until the warm has
+    A warm is a turn without a follower. A client's warm counts as a turn of its tenant until the warm has
     ended. The daemon's own warms do not count.
     """
 

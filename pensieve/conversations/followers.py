@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens, TurnPhase
 from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
@@ -109,7 +109,7 @@ class TurnFollowers:
 
     def start_grace(self, live: LiveTurn) -> None:
         """Start the grace period of a turn, unless it has a follower or has ended."""
-        if live.finish is None and live.attempt_id not in self._followers:
+        if live.phase is TurnPhase.RUNNING and live.attempt_id not in self._followers:
             self._cancel_grace(live.attempt_id)
             self._grace_step(live, GRACE_STEPS, self._loop.time())
 
@@ -161,7 +161,7 @@ class TurnFollowers:
             )
             return
         self._graces.pop(live.attempt_id, None)
-        if live.finish is None and live.attempt_id not in self._followers:
+        if live.phase is TurnPhase.RUNNING and live.attempt_id not in self._followers:
             log.info("a turn is given up: its client did not come back", extra=ids_of(live))
             self._give_up(live)
 

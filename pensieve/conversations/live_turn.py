@@ -163,7 +163,7 @@ NO_TOKENS = ReplyTokens()
 
 @dataclass(slots=True)
 class LiveTurn:
-    """A turn as its readers see it. It is complete when `finish` is set, so `finish` is set last."""
+    """A turn as its followers see it. It is complete when `finish` is set, so `finish` is set last."""
 
     turn_id: int
     conversation_id: str
@@ -251,7 +251,7 @@ class LiveTurn:
         self.phase = phase
 
     def take(self, token: SampledToken) -> None:
-        """Append a sampled token. `token_ids` is extended last, because readers go by its length."""
+        """Append a sampled token. `token_ids` is extended last, because followers go by its length."""
         reply = self.reply
         if token.logprob is not None:
             assert isinstance(reply.logprobs, list)
@@ -288,7 +288,7 @@ def packed_logprobs(live: LiveTurn) -> bytes:
 
 
 def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
-    """Make an ended live turn out of a stored reply, for another reader."""
+    """Make an ended live turn out of a stored reply, for another follower."""
     assert turn.finish_reason is not None
     num_tokens, content = len(reply.token_ids), reply.content
     texts, parts = [""] * num_tokens, [Part.TEXT] * num_tokens

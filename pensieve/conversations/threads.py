@@ -1,6 +1,6 @@
 """The threads of the service process, and the order in which they exchange values.
 
-    event loop     live turns, their readers, the pipe to the engine
+    event loop     live turns, their followers, the pipe to the engine
     store threads  writes to the history, one job at a time in each; waiting jobs share a commit of SQLite
     read thread    clients' reads of the history, on a separate connection
     text pool      tokenizing long drafts; uses no shared state

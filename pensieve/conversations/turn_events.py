@@ -66,7 +66,7 @@ class TurnEvents:
         # computed.
         self.admitted = Signal[[LiveTurn, int]]()
         self.first_token = Signal[[LiveTurn]]()
-        # The end is stored and the readers can see it. Second argument: the loop's time.
+        # The end is stored and the followers can see it. Second argument: the loop's time.
         self.ended = Signal[[LiveTurn, float]]()
         # A turn or a warm was refused.
         self.refused = Signal[[PensieveError]]()

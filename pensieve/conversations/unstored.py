@@ -1,6 +1,6 @@
-"""Run turns that leave nothing on disk: a prompt of token ids, and a reply for its readers only.
+"""Run turns that leave nothing on disk: a prompt of token ids, and a reply for its followers only.
 
-    prompt ──> checked ──> LiveTurn ──> the engine ──> its readers
+    prompt ──> checked ──> LiveTurn ──> the engine ──> its followers
                                 │
                                 └─ ended: its KV is idle in the engine, for prompts with the same beginning
 
@@ -73,7 +73,7 @@ class UnstoredTurns:
         self._turns.check_suspect(live)
         self._engine.put(submit)
         self._turns.add(live)
-        self._followers.start_grace(live)  # until its first reader comes
+        self._followers.start_grace(live)  # until its first follower comes
         return live
 
     def _id(self, prompt: array[int], tenant: str) -> int:

@@ -76,15 +76,15 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self, jobs: DaemonJobs | None, stall_seconds: float, lists: JobLists | None = None
     ) -> None:
         """`jobs`: None if this daemon takes none. `lists`: None if no other daemon shares the history."""
-        self._found, self._lists = jobs, lists
+        self._jobs_or_none, self._lists = jobs, lists
         self._stall_seconds = stall_seconds
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
 
     @property
     def _jobs(self) -> DaemonJobs:
-        if self._found is None:
+        if self._jobs_or_none is None:
             raise NotFound("this daemon does not run batch jobs")
-        return self._found
+        return self._jobs_or_none
 
     async def CreateJob(
         self, requests: AsyncIterator[pb.CreateJobRequest], context: Any

@@ -41,7 +41,7 @@ class Holder(NamedTuple):
 
     conversation: int
     revision: int  # the revision that added the message
-    is_head: bool  # the message is the last of this history
+    is_last: bool  # the message is the last of this history
     running_turn_id: int | None
 
 
@@ -102,7 +102,7 @@ class Chains:
             for holder in _holders(conn, message):
                 turn_id = holder.running_turn_id
                 is_idle = turn_id is None or self._transactions.is_dead(conn, turn_id)
-                if is_of_session and holder.is_head and is_idle:
+                if is_of_session and holder.is_last and is_idle:
                     return holder, True
                 others.append(holder)
         return others[0], False  # `others` is not empty: some history holds each of the messages
@@ -130,7 +130,8 @@ def copy_states(conn: Connection, old: int, new: int) -> None:
 def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
     """Return messages that end a history with this key, and whether they are from this session.
 
-    If the session has such messages, returns them, newest first. Otherwise returns one of any session.
+    If the session has such messages, returns them, newest first. Otherwise returns one message of another
+    session.
     """
     held = " AND EXISTS (SELECT 1 FROM history h WHERE h.message = chains.message)"
     rows = conn.execute(

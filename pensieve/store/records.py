@@ -163,7 +163,7 @@ class NewTurn:
     history_digest: bytes = b""
 
     @property
-    def has_history_digest(self) -> bool:
+    def has_idempotency_key(self) -> bool:
         """Whether the request has an Idempotency-Key and brings its full history."""
         return bool(self.history_digest)
 
@@ -171,7 +171,7 @@ class NewTurn:
         """Return everything that a retry must repeat: messages, sampling and `history_digest`."""
         messages = [[message.role, message.private()] for message in self.messages]
         content: list[Any] = [messages, dict(self.sampling)]
-        if self.has_history_digest:
+        if self.has_idempotency_key:
             content.append(self.history_digest.hex())
         return content
 

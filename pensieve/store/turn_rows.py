@@ -219,7 +219,7 @@ def insert_turn(
 
 def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
     """Return the key, or None for a request without an Idempotency-Key or without its full history."""
-    return idempotency_key(tenant, request.request_id) if request.has_history_digest else None
+    return idempotency_key(tenant, request.request_id) if request.has_idempotency_key else None
 
 
 def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:

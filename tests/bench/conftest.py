@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.bench import random_model as random_model_of
-from pensieve.bench.random_model import RandomShape
+from pensieve.bench.random_model import RandomShape, make
 
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random-model")
-    random_model_of.make(folder, RandomShape(2, 64, 2, 1, 128, 8000), context=1024)
+    make(folder, RandomShape(2, 64, 2, 1, 128, 8000), context=1024)
     return folder

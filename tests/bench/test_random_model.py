@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.bench import random_model as random_model_of
 from pensieve.bench import step as bench_step
-from pensieve.bench.random_model import RandomShape
+from pensieve.bench.random_model import RandomShape, make, words
 from pensieve.errors import InvalidArgument
 from pensieve.kernels import cpu_library
 from pensieve.model.loader import load
@@ -22,7 +21,7 @@ def test_replies_of_a_random_model_tokenize_to_the_same_ids(random_model: Path) 
     model = load(random_model)
     assert model.flat.whole is not None or cpu_library.compiled_library() is None
     draw = random.Random(3)
-    text = "".join(draw.choices(random_model_of.words()[:1000], k=50)).strip()
+    text = "".join(draw.choices(words()[:1000], k=50)).strip()
     ids = tokenizer.encode(text).ids
     bench = bench_step.Bench(model, tokenizer, 1, 200)
     with torch.inference_mode():
@@ -41,6 +40,6 @@ def test_replies_of_a_random_model_tokenize_to_the_same_ids(random_model: Path) 
 
 def test_an_impossible_vocabulary_size_is_explained(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="must be at least"):
-        random_model_of.make(tmp_path, RandomShape(1, 8, 1, 1, 8, 300))
+        make(tmp_path, RandomShape(1, 8, 1, 1, 8, 300))
     with pytest.raises(InvalidArgument, match="there are no more words"):
-        random_model_of.make(tmp_path, RandomShape(1, 8, 1, 1, 8, 2_000_000))
+        make(tmp_path, RandomShape(1, 8, 1, 1, 8, 2_000_000))

@@ -1,6 +1,7 @@
 """An echo engine that fails on demand, started with FAULTS [MESSAGES_MAX] FD.
 
-FAULTS is a file with one word a line. Each iteration with slices removes the first line and does this:
+FAULTS is a file with one word a line. An iteration removes the first line if the line fits it, and does this.
+`copy` fits an iteration with copies, the other words an iteration with slices and without copies:
 
 memory   the device has no memory left for the iteration
 nan      the logits of the first turn are NaN

@@ -1,4 +1,4 @@
-"""As many iterations in flight as pipeline stages: micro-batches, and right replies."""
+"""With pipeline stages, one iteration per stage is in flight. Turns are divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def staged(config: SchedulerConfig, stages: int) -> SchedulerConfig:
 
 
 class Watch:
-    """An observer that records the turns of each iteration, and checks that no token is awaited."""
+    """An observer that records the turns of each iteration. It checks that no slice awaits a token."""
 
     def __init__(self) -> None:
         self.turns: list[list[int]] = []
@@ -89,7 +89,7 @@ def test_the_pieces_of_a_prompt_follow_each_other_without_waiting() -> None:
 
 
 def test_micro_batches_are_balanced_by_time_and_not_by_number_of_turns() -> None:
-    """If reading keys takes the time, one long context weighs as much as many short ones."""
+    """If reading keys takes most of the time, one long context costs as much as many short contexts."""
     by_keys = IterationCost(0.0, 1.0, 0.0, 1.0, 0.0)
     rig, watch = watched(2, replace(SCHEDULER, cost=by_keys, batch_tokens_max=32), stops=False)
     rig.mailbox.put(submit(1, "long", [], list(range(24)), reply=9))

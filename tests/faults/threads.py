@@ -1,4 +1,4 @@
-"""Run the service's threads one move at a time, when the fault world asks for it.
+"""Emulate the service's event loop and threads. A callback or job runs when the fault world says so.
 
 `Threads` is an event loop on a virtual clock, without sockets. `spin` runs callbacks until none is ready.
 Jobs for other threads (a store thread, the text pool, a check) wait until `work` runs them. If several store
@@ -79,7 +79,7 @@ class Threads(asyncio.BaseEventLoop):
         return future
 
     def work(self, jobs: deque[Job]) -> None:
-        """Run the oldest of these jobs and set its result. Do not catch ProcessDied."""
+        """Run the oldest of these jobs and set its result. ProcessDied is passed on to the caller."""
         job, future, _ = jobs.popleft()
         self.caller = "store" if jobs is self.store_jobs else "another thread"
         try:

@@ -30,7 +30,7 @@ WINDOW_MINUTES = 10
 Phase = tuple[WorkloadPreset, float, int]  # preset, conversations per second, minutes
 
 
-class Minutes(Simulator):
+class CostPerMinute(Simulator):
     """Records the recompute cost of each minute."""
 
     def __init__(self, policy: str, device_tokens: int, minutes: int) -> None:
@@ -61,10 +61,12 @@ def one_after_another(phases: list[Phase]) -> Iterator[Arrival]:
         start += 60.0 * minutes
 
 
-def costs(policy: str, phases: list[Phase], device_tokens: int) -> tuple[list[float], Minutes]:
-    minutes = Minutes(policy, device_tokens, sum(length for _, _, length in phases))
-    minutes.run(one_after_another(phases))
-    return minutes.costs, minutes
+def costs(
+    policy: str, phases: list[Phase], device_tokens: int
+) -> tuple[list[float], CostPerMinute]:
+    simulator = CostPerMinute(policy, device_tokens, sum(length for _, _, length in phases))
+    simulator.run(one_after_another(phases))
+    return simulator.costs, simulator
 
 
 @pytest.mark.parametrize(
@@ -109,9 +111,9 @@ def scan_then_chat() -> Iterator[Arrival]:
 def test_a_scan_hardly_raises_the_cost_of_chats_after_it() -> None:
     found = {}
     for policy in ("lru", DEFAULT):
-        minutes = Minutes(policy, 20_000, 50)
-        minutes.run(scan_then_chat())
-        found[policy] = minutes.costs
+        simulator = CostPerMinute(policy, 20_000, 50)
+        simulator.run(scan_then_chat())
+        found[policy] = simulator.costs
     lru, default = found["lru"], found[DEFAULT]
     assert sum(default[5:20]) < 0.65 * sum(lru[5:20])
     for first in range(20, 41):
@@ -135,11 +137,11 @@ def mixed() -> Iterator[Arrival]:
 def test_the_return_policy_beats_lru_if_only_some_conversations_return() -> None:
     found = {}
     for policy in ("lru", "return"):
-        minutes = Minutes(policy, 60_000, 40)
-        minutes.run(mixed())
-        found[policy] = sum(minutes.costs[10:])
-        if isinstance(minutes.policy, ReturnPolicy):
-            assert minutes.policy.trial.followed is Order.LEARNED
+        simulator = CostPerMinute(policy, 60_000, 40)
+        simulator.run(mixed())
+        found[policy] = sum(simulator.costs[10:])
+        if isinstance(simulator.policy, ReturnPolicy):
+            assert simulator.policy.trial.followed is Order.LEARNED
     assert found["return"] < 0.9 * found["lru"], found
 
 
@@ -152,7 +154,7 @@ def test_the_default_policy_costs_less_than_lru_for_people_who_seldom_return() -
     )
     found = {}
     for policy in ("lru", DEFAULT):
-        minutes = Minutes(policy, 50_000, 30)
-        minutes.run(drawn(people, 1.0, 1800.0))
-        found[policy] = minutes.counts.recompute_cost
+        simulator = CostPerMinute(policy, 50_000, 30)
+        simulator.run(drawn(people, 1.0, 1800.0))
+        found[policy] = simulator.counts.recompute_cost
     assert found[DEFAULT] < 0.95 * found["lru"], found

@@ -1,4 +1,4 @@
-"""Metadata, the head, pending messages and the last message can be changed without a turn."""
+"""Metadata, the system prompt, pending messages and the last message can be changed without a turn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_new_metadata_replaces_the_old_metadata_and_wipes_it(store: Conversation
     assert b"SECRET" not in raw(store)
 
 
-def test_begin_with_sets_the_head_tools_and_options_of_an_empty_conversation(
+def test_set_beginning_sets_system_prompt_tools_and_options_of_an_empty_conversation(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
@@ -59,7 +59,7 @@ def test_begin_with_sets_the_head_tools_and_options_of_an_empty_conversation(
         store.changes.set_beginning("tea", "Be long.", [], {})
 
 
-def test_begin_with_is_refused_while_a_turn_runs(store: ConversationStore) -> None:
+def test_set_beginning_is_refused_while_a_turn_runs(store: ConversationStore) -> None:
     create(store, "tea")
     begin(store, "tea", "r1", "hi", 1)
     with pytest.raises(TurnRunning):

@@ -92,7 +92,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         tenant = caller().tenant
         fork = await self.daemon.charged_to(tenant).fork(
             _id(request.conversation_id),
-            request.new_conversation_id or _drawn(),
+            request.new_conversation_id or _random_id(),
             request.at_revision if request.HasField("at_revision") else None,
             metadata=json_values.one_object("metadata", request.metadata),
             tenant=tenant,
@@ -205,6 +205,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
+        # If the client disconnects, gRPC cancels this task, and `follow` starts the turn's grace.
         await daemon.conversations.followers.follow(live, write)
         await write(live.withheld)
         await context.write(
@@ -277,7 +278,7 @@ def in_parts(stored: records.StoredMessage, cutter: ReplyPieces) -> records.Stor
 
 def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
     return ConversationSettings(
-        request.conversation_id or _drawn(),
+        request.conversation_id or _random_id(),
         system_prompt=request.system_prompt,
         tools=json_values.objects("tools", request.tools),
         template_options=json_values.one_object("template_options", request.template_options),
@@ -307,5 +308,5 @@ def _traceparent(context: Any) -> str:
     return next((str(value) for key, value in metadata if key == "traceparent"), "")
 
 
-def _drawn() -> str:
+def _random_id() -> str:
     return secrets.token_urlsafe(12).replace("-", "~")

@@ -31,7 +31,7 @@ class JsonCall(Protocol):
     @property
     def forwarding_key(self) -> str: ...  # set by the daemon that forwarded the call, or empty
     def headers(self) -> Mapping[str, str]: ...
-    def concerns(self, ids: Mapping[str, str]) -> None:
+    def set_audited_ids(self, ids: Mapping[str, str]) -> None:
         """Set the ids of the call for the audit log."""
 
     async def write(self, piece: Json) -> None: ...
@@ -59,7 +59,7 @@ def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Jso
         request = _read(kind, value)
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
             request.request_id = json_call.forwarding_key
-        json_call.concerns({name: getattr(request, name, "") for name in AUDITED_IDS})
+        json_call.set_audited_ids({name: getattr(request, name, "") for name in AUDITED_IDS})
         answer = await call(request, _Context(json_call))
         return None if answer is None else _written(answer)
 

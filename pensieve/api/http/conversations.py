@@ -131,8 +131,8 @@ class ConversationEndpoints:
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Delete the item with this id, if it is the last item.
 
-        If the conversation changes meanwhile, this is tried again. Another item may get the same id
-        meanwhile; such an item is not deleted.
+        Retries if the conversation changes between the reading and the deletion. If another item gets the
+        same id in between, that item is not deleted.
         """
         conversations = self._daemon.writable
         named: records.StoredMessage | None = None

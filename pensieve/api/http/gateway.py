@@ -44,7 +44,7 @@ class GatewayCall:
     def headers(self) -> Mapping[str, str]:
         return self._exchange.headers
 
-    def concerns(self, ids: Mapping[str, str]) -> None:
+    def set_audited_ids(self, ids: Mapping[str, str]) -> None:
         self._exchange.values = ids  # for the audit log
 
     async def write(self, piece: dict[str, Any]) -> None:

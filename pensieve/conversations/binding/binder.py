@@ -240,7 +240,9 @@ class Binder:
         raise AssertionError("the last attempt returns or raises")
 
     async def _begin_retried(self, choice: _Choice, seconds_left: float | None) -> BoundTurn | None:
-        """Return the turn that this request retries, or begin it again if it failed. None: there is none.
+        """Return the running or completed turn that this request retries. None: there is no such turn.
+
+        A turn without a reply begins again on the usual way, because the retry gets the same ids (`_Choice`).
 
         Raises InvalidArgument if the content differs.
         """

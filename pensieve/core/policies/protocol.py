@@ -39,21 +39,24 @@ class EvictionPolicy(Protocol):
     def value_class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """Return the value class of a chunk, in 0..num_value_classes - 1.
 
-        A value class is a rounded value. Round down: at no idle time may `value` of the value class be higher
-        than the value that the policy's formula gives this chunk.
+        A value class is a rounded value. Round down: `value(value_class, idle_seconds)` must not exceed the
+        exact value of the chunk, whatever the idle time is.
 
-        In a branch, a later chunk must not have a lower value class than an earlier one, because the queue
-        looks only at the first chunk that qualifies. The value class of an idle branch's chunk must not fall,
-        unless the branch loses a holder, because an entry must be a lower bound. It may fall while a turn
-        runs in a conversation that holds the branch: the turn pins the branch, and its end offers the branch
-        again.
+        In a branch, a later chunk must not have a lower value class than an earlier chunk, because the queue
+        looks only at the first chunk that qualifies. While a branch is idle, the value class of its chunks
+        must not fall, because an entry of the queue must be a lower bound of the branch's value. Exception:
+        the branch loses a holder. The value class may also fall while a turn runs in a conversation that
+        holds the branch: the turn pins the branch, and when the turn ends, the branch is queued again.
         """
 
     def value(self, value_class: int, idle_seconds: float) -> float:
         """Return the retention value of the chunks of a value class after `idle_seconds`."""
 
     def set_capacity(self, num_tokens: int) -> None:
-        """Set how many different tokens both tiers can hold. Called once, before any other method."""
+        """Set the capacity of both tiers together. A chunk that is in both tiers counts once.
+
+        Called once, before any other method.
+        """
 
     def turn_began(self, conversation_id: str, now: float) -> None:
         """Learn that a turn of the conversation was admitted."""

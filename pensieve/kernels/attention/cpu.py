@@ -28,7 +28,7 @@ KIND_FIELDS = frozenset(each[0] for each in KindStruct._fields_)
 
 
 def kind_struct(kind: AttentionKind) -> KindStruct:
-    return KindStruct(kind.scaling)
+    return KindStruct(**{name: getattr(kind, name) or 0 for name in KIND_FIELDS})
 
 
 def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
