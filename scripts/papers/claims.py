@@ -9,7 +9,8 @@ The *effect* of a ratio is its distance from 1. An absolute value (a time, a rat
     not reproduced  otherwise
 
 If the paper's text has a direction but no number, the best verdict is "same shape", and the effect must be at
-least EFFECT_MIN of the neutral value. Without a claim of the paper there is no verdict.
+least EFFECT_MIN times the neutral value, or 1 if the neutral value is 0 (a percentage point). Without a claim
+of the paper there is no verdict.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Claim:
         size = abs(median - self.neutral)
         least, most = abs(effect) / SHAPE, abs(self.most - self.neutral) * SHAPE
         if not self.has_number:
-            least, most = EFFECT_MIN * abs(self.neutral), math.inf
+            least, most = EFFECT_MIN * abs(self.neutral) or 1.0, math.inf
         return SAME_SHAPE if same_side and least <= size <= most else NOT_REPRODUCED
 
     def _has_half(self, value: float) -> bool:

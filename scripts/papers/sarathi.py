@@ -80,7 +80,9 @@ class Machine:
     num_stages: int
     guess: float  # requests/s at which a search begins, a power of two
     objectives: tuple[float, float]  # of the paper's table 3, seconds
-    # Numbers of the paper's text, by data set, objective and compared system; and the largest, over vLLM.
+    # Numbers of the paper's text, by data set, objective and compared system, and the largest gain. The
+    # abstract says "over Orca and vLLM". But Mistral gains 3.2 x over Orca, more than the largest gain of
+    # 2.6 x. So the largest gains are taken to be those over vLLM.
     paper: dict[tuple[str, str, str], float] = field(default_factory=dict)
     paper_largest: float | None = None
     budgets: dict[str, int] = field(default_factory=lambda: {STRICT: 512, RELAXED: 2048})
@@ -134,7 +136,9 @@ MISTRAL = Machine(
     paper_largest=2.6,
 )
 YI = Machine(
-    *(MODELS["yi-34b"], A100_PAIR, 1, 0.5, (0.2, 1.0)), paper={("requests", RELAXED, VLLM): 2.7}
+    *(MODELS["yi-34b"], A100_PAIR, 1, 0.5, (0.2, 1.0)),
+    paper={("requests", RELAXED, VLLM): 2.7},
+    paper_largest=2.8,
 )
 LLAMA = Machine(
     *(MODELS["llama2-70b"], A40_FOUR, 2, 0.25, (1.0, 5.0)),
@@ -148,7 +152,7 @@ MACHINES = (MISTRAL, YI, LLAMA, BIG_FALCON)
 
 
 def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
-    row, model, best = partial(Row, figure), machine.model.name, list[Spread]()
+    row, model, best = partial(Row, figure), machine.model.name, dict[str, Spread]()
     for workload, data_set in WORKLOADS.items():
         guesses = dict.fromkeys((SARATHI, OURS, VLLM, ORCA), machine.guess)
         for objective, times in TIMES.items():
@@ -157,21 +161,25 @@ def capacities(figure: str, machine: Machine, extent: Extent) -> Iterator[Row]:
             for system, engine in machine.systems(workload, objective).items():
                 rates[system] = _rates(machine, engine, workload, limit, guesses[system], extent)
                 guesses[system] = max(rates[system][0], RATE_LEAST)
-            best.append(ratio(rates[SARATHI], rates[VLLM]))
+            best[f"{data_set}, {objective}"] = ratio(rates[SARATHI], rates[VLLM])
             shown = ", ".join(f"{name} {each.shown('{:.2f}')}" for name, each in rates.items())
             for one, other in ((SARATHI, VLLM), (SARATHI, ORCA), (VLLM, ORCA), (OURS, SARATHI)):
                 number = machine.paper.get((workload, objective, other))
                 claim = more() if number is None or one != SARATHI else about(number)
                 name = f"{model}, {data_set}, {objective}: capacity, {one} over {other}"
                 gain = ratio(rates[one], rates[other])
+                theirs = machine.objectives[list(TIMES).index(objective)]
                 yield row(name, no_claim() if one == OURS else claim, gain).because(
-                    f"requests/s: {shown}; P99 between tokens within {limit:.2f} s; Sarathi has "
-                    f"{machine.budgets[objective]:,} tokens per iteration, vLLM and Orca have whole prompts"
+                    f"requests/s: {shown}; P99 between tokens within {limit:.2f} s (paper: {theirs:.2f} s); "
+                    f"Sarathi has {machine.budgets[objective]:,} tokens per iteration, vLLM and Orca have "
+                    "whole prompts"
                 )
     if machine.paper_largest is not None:
         name = f"{model}: capacity, Sarathi over vLLM, largest ratio of the model"
-        yield row(name, about(machine.paper_largest), largest(best)).because(
-            "the paper's abstract has the largest gain; see the four rows"
+        shown = ", ".join(f"{key} {each.shown('{:.2f}')}" for key, each in best.items())
+        yield row(name, about(machine.paper_largest), largest(best.values())).because(
+            f"{shown}; our rates are known only to within a factor of {extent.resolution}, and "
+            "our objectives differ from the paper's (see the other rows)"
         )
 
 
@@ -221,8 +229,8 @@ def iterations(extent: Extent) -> Iterator[Row]:
     cost, time = MISTRAL.cost, MISTRAL.cost.iteration_seconds
     tile = time([(0, 257)]) / time([(0, 256)])
     name = "mistral-7b: time of 257 tokens of a prompt over 256"
-    yield Row("section 4.3", name, about(1.32), Spread([tile])).because(
-        "one more token needs one more tile; our tile of 128 tokens and the unhidden share fit this number"
+    yield Row("section 4.3", name, no_claim(), Spread([tile])).because(
+        "the paper's 1.32 x is no test: the tile of 128 tokens and the unhidden share were chosen to fit it"
     )
     decodes = 32 * time([(1024, 1025)]) / time([(1024, 1025)] * 32)
     name = "mistral-7b: decode throughput of 32 turns over one turn"
@@ -237,16 +245,19 @@ def iterations(extent: Extent) -> Iterator[Row]:
     dense = cost.dense_seconds(128) / cost.dense_seconds(1)
     name = "mistral-7b: time outside attention of 128 prompt tokens over one decode"
     yield Row("figure 5", name, about(1.0), Spread([dense])).because(
-        "up to about 150 tokens, reading the weights takes longer than computing"
+        "up to about 150 tokens, reading the weights takes longer than computing, but here 70 % of the "
+        "computing is not hidden behind it"
     )
     full, cut, over = [], [], "32 decodes (contexts of 4,096)"
-    for machine, budget in ((MISTRAL, 256), (LLAMA, 512)):
-        time, batch = machine.cost.iteration_seconds, [(CONTEXT, CONTEXT + 1)] * BATCH
+    whole_llama = CostModel.of(MODELS["llama2-70b"], A100_FOUR)  # figures 9 and 10 have other GPUs
+    for cost, budget in ((MISTRAL.cost, 256), (whole_llama, 512)):
+        time, batch = cost.iteration_seconds, [(CONTEXT, CONTEXT + 1)] * BATCH
         full.append(time([*batch, (0, CONTEXT)]) / time(batch))
         cut.append(time([*batch, (CONTEXT - budget, CONTEXT - BATCH)]) / time(batch))
     name = f"{over}: time with a whole prompt of 4,096 tokens, over time without"
     yield Row("figure 8", name, about(28.3), Spread([max(full)])).because(
-        "the larger of mistral-7b and llama2-70b; prompt and batch are not in the paper's text"
+        f"mistral-7b on one A100 {full[0]:.1f} x, llama2-70b on four A100 {full[1]:.1f} x; prompt and batch "
+        "are not in the paper's text"
     )
     name = f"{over}: time with a piece of a prompt, over time with the whole prompt"
     yield Row("figure 8", name, less(), Spread([max(ratio(cut, full))])).because(
