@@ -21,6 +21,7 @@ from scripts.papers.claims import (
     NOT_REPRODUCED,
     REPRODUCED,
     SAME_SHAPE,
+    VERDICTS,
     Claim,
     about,
     absolute,
@@ -57,6 +58,8 @@ TINY = BatchShape(100, 96, 32, 4, output_tokens=8, output_tokens_max=20, apart=3
         (more(), (0.99, 30.0), NOT_REPRODUCED),
         (more(), (1.004,), NOT_REPRODUCED),  # no visible effect
         (less(), (0.5,), SAME_SHAPE),
+        (more(0.0, "{:+.0f} points"), (0.9,), NOT_REPRODUCED),  # less than a point
+        (more(0.0, "{:+.0f} points"), (1.1,), SAME_SHAPE),
         (about(1.5), (math.nan,), NOT_REPRODUCED),
         (no_claim(), (1.5,), "-"),
     ],
@@ -100,10 +103,10 @@ def test_the_table_has_both_numbers_a_verdict_and_a_reason(
     out = capsys.readouterr().out.splitlines()
     rows = json.loads(results.read_text())
     assert len(out) == 2 + len(rows) + 2
-    assert "| 1.32 x | 1.35 x | reproduced |" in "\n".join(out)
+    assert "| 1.00 x | 1.08 x | reproduced |" in "\n".join(out)
     assert out[-1].startswith(f"{len(rows)} rows: ")
     for row in rows:
-        assert row["verdict"] in (REPRODUCED, SAME_SHAPE, NOT_REPRODUCED)
+        assert row["verdict"] in VERDICTS
         assert row["reason"]
         assert all(map(math.isfinite, row["by_seed"]))
 
