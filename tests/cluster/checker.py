@@ -56,7 +56,7 @@ def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -
         if each.text not in counts:
             problems.append(f"{name}: {each.text!r} was acknowledged, and is lost")
         elif (each.text, each.reply, each.revision) not in turns:
-            problems.append(f"{name}: {each.text!r} has not the acknowledged reply or revision")
+            problems.append(f"{name}: {each.text!r} lacks the acknowledged reply or revision")
     sent = [each.text for each in acknowledged]
     if [text for text, _, _ in turns if text in sent] != [text for text in sent if text in counts]:
         problems.append(f"{name}: the turns are not in the order in which they were sent")

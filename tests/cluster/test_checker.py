@@ -50,7 +50,7 @@ def test_a_history_may_contain_an_unacknowledged_turn() -> None:
         ),
         (
             [*STORED[:3], Stored("assistant", "another", 2)],
-            "'two' has not the acknowledged reply or revision",
+            "'two' lacks the acknowledged reply or revision",
         ),
         (
             [*STORED, Stored("user", "four", 3), Stored("assistant", "fourth", 3)],
@@ -61,7 +61,7 @@ def test_a_history_may_contain_an_unacknowledged_turn() -> None:
         (STORED[:3], "the roles are"),
     ],
 )
-def test_a_lost_doubled_or_changed_turn_is_found(stored: list[Stored], problem: str) -> None:
+def test_a_lost_duplicated_or_changed_turn_is_found(stored: list[Stored], problem: str) -> None:
     assert any(problem in each for each in wrong_turns("c", SPOKEN, stored))
 
 

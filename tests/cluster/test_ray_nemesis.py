@@ -74,7 +74,9 @@ def test_schedules_have_all_faults_and_spare_one_target_of_each_role(num_nodes: 
 
 
 @pytest.mark.timeout(400)
-def test_no_turn_is_lost_or_doubled_on_two_nodes(folder: Path, database: Callable[[], str]) -> None:
+def test_no_turn_is_lost_or_duplicated_on_two_nodes(
+    folder: Path, database: Callable[[], str]
+) -> None:
     kind = Kind(2, lease_seconds=10.0, store=database(), has_ray=True)
     check_storm(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
 

@@ -202,11 +202,11 @@ def test_a_checked_constraint_is_not_compiled_again(monkeypatch: pytest.MonkeyPa
     compiled = []
     compile_once = Grammars.compile
 
-    def counted(self: Grammars, kind: str, text: str) -> Any:
+    def record_compile(self: Grammars, kind: str, text: str) -> Any:
         compiled.append(text)
         return compile_once(self, kind, text)
 
-    monkeypatch.setattr(Grammars, "compile", counted)
+    monkeypatch.setattr(Grammars, "compile", record_compile)
     constraints = ConstraintChecker(Tokenizer.load(MODEL_PATH))
     options = TurnOptions(constraint=Constraint(Kind.REGEX, "a+"))
     assert not constraints.knows(options)
