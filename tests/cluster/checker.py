@@ -1,4 +1,4 @@
-"""Check that nothing was lost, doubled, or written by two owners.
+"""Check that no turn was lost or duplicated, and that no conversation had two owners at a time.
 
 `wrong_turns` compares the talker's messages with the stored conversation. `wrong_owners` checks the owner log
 (owner_log.py), which lists the commits in order:
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -> list[str]:
-    """Return lost, doubled or changed turns of a conversation."""
+    """Return problems: lost, duplicated or changed turns of a conversation."""
     problems = []
     if len(stored) % 2 or any(
         each.role != ("user", "assistant")[at % 2] for at, each in enumerate(stored)
@@ -47,19 +47,18 @@ def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -
         (said.text, reply.text, reply.revision)
         for said, reply in zip(stored[::2], stored[1::2], strict=True)
     ]
-    times = Counter(text for text, _, _ in turns)
-    problems += [f"{name}: {text!r} is there {n} times" for text, n in times.items() if n > 1]
+    counts = Counter(text for text, _, _ in turns)
+    problems += [f"{name}: {text!r} is there {n} times" for text, n in counts.items() if n > 1]
     known = {each.text for each in spoken}
-    problems += [f"{name}: {text!r} was never sent" for text in times if text not in known]
+    problems += [f"{name}: {text!r} was never sent" for text in counts if text not in known]
     acknowledged = [each for each in spoken if each.reply is not None]
     for each in acknowledged:
-        if each.text not in times:
+        if each.text not in counts:
             problems.append(f"{name}: {each.text!r} was acknowledged, and is lost")
         elif (each.text, each.reply, each.revision) not in turns:
-            problems.append(f"{name}: {each.text!r} has another reply or revision than was told")
-    wanted = [each.text for each in acknowledged]
-    given = {each.text for each in acknowledged}
-    if [text for text, _, _ in turns if text in given] != [t for t in wanted if t in times]:
+            problems.append(f"{name}: {each.text!r} lacks the acknowledged reply or revision")
+    sent = [each.text for each in acknowledged]
+    if [text for text, _, _ in turns if text in sent] != [text for text in sent if text in counts]:
         problems.append(f"{name}: the turns are not in the order in which they were sent")
     revisions = [revision for _, _, revision in turns]
     if revisions != list(range(1, len(turns) + 1)):
@@ -73,12 +72,12 @@ def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -
 
 
 def wrong_tokens(name: str, replies: Iterable[tuple[bool, Sequence[int]]], size: int) -> list[str]:
-    """Return tokens of the echo engine that contradict its arithmetic."""
+    """Return a problem if a token of the echo engine contradicts its arithmetic."""
     log = array("I")
     for number, (is_reply, token_ids) in enumerate(replies):
         for token_id in token_ids:
             if is_reply and token_id != next_token(digest(log), size, END_ID):
-                return [f"{name}: message {number} is not what the history before it says"]
+                return [f"{name}: message {number} does not follow from the history before it"]
             log.append(token_id)
     return []
 
@@ -100,16 +99,16 @@ class _Log:
         self._epochs: set[int] = set()
         self._conversations: dict[bytes, _Conversation] = {}
         self._began: dict[int, tuple[bytes, int, int]] = {}  # turn -> conversation, session, epoch
-        self._has_reply: set[int] = set()  # ids of turns
+        self._with_reply: set[int] = set()  # ids of turns
 
     def take(self, event: Mapping[str, Any]) -> None:
         getattr(self, f"_{event['event']}")(event)
 
     def _opened(self, event: Mapping[str, Any]) -> None:
         if event["session"] in self._numbers:
-            self._wrong(event, "there was a session of this number")
+            self._report(event, "there was a session of this number")
         if event["replica"] in self._replicas.values():
-            self._wrong(event, "its replica has another session")
+            self._report(event, "its replica has another session")
         self._numbers.add(event["session"])
         self._replicas[event["session"]] = event["replica"]
 
@@ -119,45 +118,45 @@ class _Log:
     def _claimed(self, event: Mapping[str, Any]) -> None:
         found = self._conversations.setdefault(event["key"], _Conversation())
         if event["session"] not in self._replicas:
-            self._wrong(event, "its session has ended or never began")
+            self._report(event, "its session has ended or never began")
         if event["epoch"] in self._epochs:
-            self._wrong(event, "the epoch is another claim's")
+            self._report(event, "the epoch is another claim's")
         if event["epoch"] <= found.epoch:
-            self._wrong(event, f"an epoch {found.epoch} came before")
+            self._report(event, f"an epoch {found.epoch} came before")
         if event["previous"] not in (0, found.session):  # 0: deleted and created again
-            self._wrong(event, f"session {found.session} had it")
+            self._report(event, f"session {found.session} had it")
         if found.turn_id and event["previous"]:
-            self._wrong(event, f"turn {found.turn_id} runs")
+            self._report(event, f"turn {found.turn_id} runs")
         self._epochs.add(event["epoch"])
         self._conversations[event["key"]] = _Conversation(event["session"], event["epoch"])
 
     def _begun(self, event: Mapping[str, Any]) -> None:
         turn_id, found = event["turn_id"], self._conversations[event["key"]]
         if event["session"] not in self._replicas:
-            self._wrong(event, "its session has ended or never began")
+            self._report(event, "its session has ended or never began")
         if (found.session, found.epoch) != (event["session"], event["epoch"]):
-            self._wrong(event, f"session {found.session} has it, in epoch {found.epoch}")
+            self._report(event, f"session {found.session} has it, in epoch {found.epoch}")
         if found.turn_id:
-            self._wrong(event, f"turn {found.turn_id} runs")
-        if turn_id in self._has_reply:
-            self._wrong(event, "it has its reply")
+            self._report(event, f"turn {found.turn_id} runs")
+        if turn_id in self._with_reply:
+            self._report(event, "it has its reply")
         found.turn_id = turn_id
         self._began[turn_id] = event["key"], event["session"], event["epoch"]
 
     def _ended(self, event: Mapping[str, Any]) -> None:
         turn_id, found = event["turn_id"], self._conversations[event["key"]]
         if found.turn_id != turn_id:
-            self._wrong(event, f"it does not run; turn {found.turn_id or 'none'} does")
+            self._report(event, f"it does not run; turn {found.turn_id or 'none'} does")
         found.turn_id = 0
         if event["how"] == "interrupted":  # the next owner may interrupt a turn, too
             return
         whose = event["key"], event["session"], event["epoch"]
         if self._began.get(turn_id) != whose:
-            self._wrong(event, f"it was begun as {self._began.get(turn_id)}")
+            self._report(event, f"it was begun as {self._began.get(turn_id)}")
         if event["how"] in WITH_REPLY:
-            self._has_reply.add(turn_id)
+            self._with_reply.add(turn_id)
 
-    def _wrong(self, event: Mapping[str, Any], why: str) -> None:
+    def _report(self, event: Mapping[str, Any], why: str) -> None:
         self.problems.append(f"{dict(event)}: {why}")
 
 

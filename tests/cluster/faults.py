@@ -97,7 +97,7 @@ def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awai
     return act
 
 
-def refused(*names: str) -> Callable[[Part, float], Awaitable[None]]:
+def refuse(*names: str) -> Callable[[Part, float], Awaitable[None]]:
     async def act(part: Part, seconds: float) -> None:
         links = [getattr(part, f"{name}_link") for name in names]
         with mended(*links):
@@ -124,7 +124,7 @@ async def slow(part: Part, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-OF_REPLICAS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
+REPLICA_FAULTS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "kill": kill,
     "pause": pause,
     "drain": drain,
@@ -133,18 +133,18 @@ OF_REPLICAS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "cut back from peers": cut("peer", ways=(Way.BACK,)),
     "cut from clients": cut("client"),
     "cut from all": cut("peer", "client"),
-    "refused to peers": refused("peer"),
+    "refused to peers": refuse("peer"),
     "reset": reset,
     "slow": slow,
 }
-TO_SERVERS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
+SERVER_LINK_FAULTS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "cut from the server": cut("store"),
     "cut back from the server": cut("store", ways=(Way.BACK,)),
-    "refused by the server": refused("store"),
+    "refused by the server": refuse("store"),
 }
 WRITE = "write"  # another program blocks all writers for a while
 END_SESSIONS = "end sessions"  # the database server ends all its sessions
-MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill", *list(TO_SERVERS)[:2])
+MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill", *list(SERVER_LINK_FAULTS)[:2])
 
 
 def schedule(
@@ -159,8 +159,8 @@ def schedule(
 
     `has_server`: the database is a server, and each replica has its own link to it.
     """
-    of_replicas = [*OF_REPLICAS, *(TO_SERVERS if has_server else ())]
-    of_databases = [WRITE, END_SESSIONS] if has_server else [WRITE]
+    replica_kinds = [*REPLICA_FAULTS, *(SERVER_LINK_FAULTS if has_server else ())]
+    database_kinds = [WRITE, END_SESSIONS] if has_server else [WRITE]
     choose = random.Random(seed)
     free_at = dict.fromkeys((DATABASE, *range(num_replicas)), 0.0)
     no_long_before = 0.0
@@ -172,7 +172,7 @@ def schedule(
             target = choose.choice(free)
             kind = WRITE
             if target != DATABASE or has_server:
-                kind = choose.choice(of_databases if target == DATABASE else of_replicas)
+                kind = choose.choice(database_kinds if target == DATABASE else replica_kinds)
             lasts = choose.uniform(*SHORT_SECONDS)
             if kind in MAY_BE_LONG and at >= no_long_before and choose.random() < 0.5:
                 lasts = lease * choose.uniform(*LONG_LEASES)
@@ -183,13 +183,13 @@ def schedule(
     return faults
 
 
-def _write(database: Path, seconds: float) -> None:
+def _block_writers(database: Path, seconds: float) -> None:
     """Block all other writers."""
     with WriterLock(database, 60.0, 60.0).taken():
         time.sleep(seconds)
 
 
-def _at_server(store: str, kind: str, seconds: float) -> None:
+def _inject_at_server(store: str, kind: str, seconds: float) -> None:
     import psycopg
 
     with psycopg.connect(store) as conn:
@@ -205,9 +205,9 @@ def _at_server(store: str, kind: str, seconds: float) -> None:
 
 async def inject(world: World, fault: Fault) -> None:
     if fault.target != DATABASE:
-        acts = {**OF_REPLICAS, **TO_SERVERS}
+        acts = {**REPLICA_FAULTS, **SERVER_LINK_FAULTS}
         await acts[fault.kind](world.replicas[fault.target], fault.seconds)
     elif world.kind.store:
-        await asyncio.to_thread(_at_server, world.store, fault.kind, fault.seconds)
+        await asyncio.to_thread(_inject_at_server, world.store, fault.kind, fault.seconds)
     else:
-        await asyncio.to_thread(_write, world.database, fault.seconds)
+        await asyncio.to_thread(_block_writers, world.database, fault.seconds)

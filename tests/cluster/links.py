@@ -40,15 +40,15 @@ class Link:
         self._seconds = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
         self._is_refusing = False
-        for flows in self._flows.values():
-            flows.set()
+        for flow in self._flows.values():
+            flow.set()
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -78,12 +78,12 @@ class Link:
     def heal(self) -> None:
         """Remove all faults."""
         self._is_refusing, self._seconds = False, 0.0
-        for flows in self._flows.values():
-            flows.set()
+        for flow in self._flows.values():
+            flow.set()
 
     # -- inside --
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_refusing:
             _abort(writer)
             return
@@ -92,7 +92,7 @@ class Link:
         far: asyncio.StreamWriter | None = None
         try:
             await self._flows[Way.THERE].wait()
-            far_reader, far = await _connected_to(self.target)
+            far_reader, far = await _connect(self.target)
             self._writers.add(far)
             ways = (
                 asyncio.create_task(self._pass(reader, far, Way.THERE)),
@@ -122,7 +122,7 @@ class Link:
                 await sink.drain()
 
 
-async def _connected_to(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to `target`: HOST:PORT, or the path of a Unix socket."""
     if target.startswith("/"):
         return await asyncio.open_unix_connection(target)

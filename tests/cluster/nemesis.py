@@ -90,7 +90,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         await _inject_all(world, faults, outcome, say)
         healed_at = time.monotonic()
         await _until_all_talk(talkers, talking, healed_at, outcome)
-        await world.whole()
+        await world.wait_until_whole()
         outcome.whole_seconds = time.monotonic() - healed_at
         enough.set()
         _, hung = await asyncio.wait(talking, timeout=HANG_SECONDS)
@@ -107,7 +107,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         await _read_back(talkers, readers, storm, outcome)
         for client in (*clients, *readers):
             await client.close()
-        outcome.problems += await asyncio.to_thread(_verified, world)
+        outcome.problems += await asyncio.to_thread(_admin_check, world)
         statuses = await world.stop()
         if any(statuses):
             outcome.problems.append(f"the processes ended with {statuses}")
@@ -115,7 +115,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         events = owner_log.events(world.store)
         outcome.problems += wrong_owners(events)
         outcome.num_claims = sum(each.get("previous", 0) > 0 for each in events)
-    outcome.problems += _stored_soundly(folder / "last", world.store)
+    outcome.problems += _check_store(folder / "last", world.store)
     _count(talkers, healed_at, outcome)
     return outcome
 
@@ -136,10 +136,10 @@ async def _inject_all(
     world: World | RayWorld, faults: Sequence[Fault], outcome: Outcome, say: Any
 ) -> None:
     began = time.monotonic()
-    targets: dict[int, asyncio.Lock] = {}
+    locks: dict[int, asyncio.Lock] = {}
 
     async def inject_when_free(fault: Fault) -> None:
-        async with targets.setdefault(
+        async with locks.setdefault(
             fault.target, asyncio.Lock()
         ):  # the previous fault may still be restarting the target
             say(f"{fault} (at {time.monotonic() - began:.1f})")
@@ -162,7 +162,7 @@ async def _until_all_talk(
     while waiting := [t for t in talkers if not any(s.ended_at > healed_at for s in t.spoken)]:
         if time.monotonic() - healed_at > HANG_SECONDS or any(task.done() for task in talking):
             outcome.problems.append(
-                f"after the last fault these got no answer: {[t.conversation_id for t in waiting]}"
+                f"after the last fault these talkers got no answer: {[t.conversation_id for t in waiting]}"
             )
             return
         await asyncio.sleep(0.05)
@@ -189,7 +189,7 @@ async def _read_back(
             outcome.problems += wrong_tokens(name, replies, size)
 
 
-def _verified(world: World | RayWorld) -> list[str]:
+def _admin_check(world: World | RayWorld) -> list[str]:
     """Run `admin check` when the engines run again. Return the problems."""
     until = time.monotonic() + HANG_SECONDS
     with Admin(world.admin_addresses[0]) as admin:
@@ -202,7 +202,7 @@ def _verified(world: World | RayWorld) -> list[str]:
             time.sleep(0.5)
 
 
-def _stored_soundly(data: Path, url: str) -> list[str]:
+def _check_store(data: Path, url: str) -> list[str]:
     with ConversationStore.open(data, "the nemesis", url=url) as store:
         running = [f"turn {each.turn_id} still ran" for each in store.interrupted_at_open]
         return [*running, *store.verify(), *store.integrity_check()]
@@ -218,16 +218,18 @@ def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> Non
     longest = max(ended, key=lambda each: each.ended_at - each.begun_at)
     outcome.longest_turn_seconds = longest.ended_at - longest.begun_at
     outcome.longest_turn = [longest.request_id, *longest.failures]
-    firsts = [
+    first_answers = [
         min((each.ended_at for each in talker.spoken if each.ended_at > healed_at), default=None)
         for talker in talkers
     ]
-    outcome.recovery_seconds = max((at - healed_at for at in firsts if at is not None), default=0.0)
+    outcome.recovery_seconds = max(
+        (at - healed_at for at in first_answers if at is not None), default=0.0
+    )
 
 
 @contextmanager
-def _store_of(given: str) -> Iterator[str]:
-    """Return the URL of a new database; "" for a SQLite file."""
+def _database(given: str) -> Iterator[str]:
+    """Yield the URL of the database: a new one on a private server, or `given` ("": a SQLite file)."""
     if given != OWN_SERVER:
         yield given
         return
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_failed = False
     for seed in seeds:
         has_ray = given.cluster == "ray"
-        with _store_of(given.store) as store:
+        with _database(given.store) as store:
             kind = Kind(given.replicas, given.lease, given.engine, store=store, has_ray=has_ray)
             storm = Storm(seed, given.seconds, given.every, given.talkers, given.pause, kind)
             print(f"seed {seed}: {storm}", flush=True)
@@ -269,9 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome.problems.append(
                 f"it took {outcome.whole_seconds:.1f} s until all parts ran again"
             )
-        which = {"cluster": given.cluster, "lease": given.lease, "replicas": given.replicas}
-        which |= {"store": given.store.partition(":")[0] or "sqlite"}
-        line = {**asdict(outcome), **which}
+        parameters = {"cluster": given.cluster, "lease": given.lease, "replicas": given.replicas}
+        parameters |= {"store": given.store.partition(":")[0] or "sqlite"}
+        line = {**asdict(outcome), **parameters}
         with (given.folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(line) + "\n")
         print(json.dumps(line, indent=1), flush=True)

@@ -32,7 +32,7 @@ COLUMNS = {
     "how": "TEXT",
 }
 NAMES = ", ".join(COLUMNS)
-WHOSE = """
+TURN_EVENT = """
     SELECT '{event}', o.session, NULL, c.key, o.epoch, NULL, new.turn_id, new.state
     FROM owners o JOIN conversations c USING (conversation) WHERE o.conversation = new.conversation
 """
@@ -49,17 +49,17 @@ TRIGGERS = {
     f"UPDATE ON owners {ROW} WHEN (old.epoch <> new.epoch OR old.session <> new.session)": (
         CLAIMED.format(previous="old.session")
     ),
-    f"INSERT ON turns {ROW} WHEN (new.state = 'running')": WHOSE.format(event="begun"),
+    f"INSERT ON turns {ROW} WHEN (new.state = 'running')": TURN_EVENT.format(event="begun"),
     f"UPDATE ON turns {ROW} WHEN (old.state <> 'running' AND new.state = 'running')": (
-        WHOSE.format(event="begun")
+        TURN_EVENT.format(event="begun")
     ),
     f"UPDATE ON turns {ROW} WHEN (old.state = 'running' AND new.state <> 'running')": (
-        WHOSE.format(event="ended")
+        TURN_EVENT.format(event="ended")
     ),
 }
 
 
-def keep(store: str, maker: Path) -> None:
+def create_history(store: str, maker: Path) -> None:
     """Create a history at the URL, with triggers for the log. `maker` is a new folder."""
     ConversationStore.open(maker, "a test", url=store, replica="maker").close()
     is_sqlite = store.startswith(SQLITE)
@@ -69,7 +69,7 @@ def keep(store: str, maker: Path) -> None:
         else "number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
     )
     columns = NAMES if is_sqlite else ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
-    with _connected(store) as execute:
+    with _executing(store) as execute:
         execute(f"CREATE TABLE owner_log ({number}, {columns})")
         for place, (when, row) in enumerate(TRIGGERS.items()):
             name, insert = f"owner_log_{place}", f"INSERT INTO owner_log ({NAMES}) {row};"
@@ -84,7 +84,7 @@ def keep(store: str, maker: Path) -> None:
 
 
 def events(store: str, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
-    """Return the logged events of this kind with these values. `conversation_id` selects by its key."""
+    """Return the logged events of this kind that have these values. `conversation_id` stands for `key`."""
     if (name := wanted.pop("conversation_id", None)) is not None:
         wanted["key"] = conversation_key(name, "")
     if event:
@@ -93,7 +93,7 @@ def events(store: str, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
 
 
 def _all(store: str) -> Iterator[dict[str, Any]]:
-    with _connected(store) as execute:
+    with _executing(store) as execute:
         for row in execute(f"SELECT {NAMES} FROM owner_log ORDER BY number").fetchall():
             yield {
                 name: value for name, value in zip(COLUMNS, row, strict=True) if value is not None
@@ -101,7 +101,7 @@ def _all(store: str) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _connected(store: str) -> Iterator[Callable[[str], Any]]:
+def _executing(store: str) -> Iterator[Callable[[str], Any]]:
     """Return a function that executes a statement."""
     if store.startswith(SQLITE):
         path = store.removeprefix(SQLITE)

@@ -34,7 +34,7 @@ MARKS = {  # substrings of command lines that identify the processes of a node
 }
 
 
-def why_not() -> str:
+def why_unavailable() -> str:
     """Return why namespaces are unavailable here; "" if they work."""
     if shutil.which("ip") is None:
         return "`ip` is not installed"
@@ -57,12 +57,12 @@ def why_not() -> str:
 class Node:
     """`ray start` in a namespace, and its processes."""
 
-    def __init__(self, number: int, names: str, address: str, folder: Path) -> None:
+    def __init__(self, number: int, name_prefix: str, address: str, folder: Path) -> None:
         self.number = number
         self.address = address
-        self.namespace = f"{names}n{number}"
+        self.namespace = f"{name_prefix}n{number}"
         self.log = folder / f"ray-{number}.log"
-        self.link = f"{names}v{number}"  # the end of the link on the bridge
+        self.link = f"{name_prefix}v{number}"  # the end of the link on the bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self, *words: str) -> list[str]:
@@ -75,10 +75,10 @@ class Node:
             where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
         ray = (sys.executable, "-m", "ray.scripts.scripts", "start", *where)
         limits = ("--num-cpus=1", f"--object-store-memory={OBJECT_STORE_BYTES}")
-        rest = ("--disable-usage-stats", "--block", "--log-color=false")
+        flags = ("--disable-usage-stats", "--block", "--log-color=false")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command(*ray, f"--node-ip-address={self.address}", *limits, *rest),
+                self.command(*ray, f"--node-ip-address={self.address}", *limits, *flags),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -210,9 +210,9 @@ class Nodes:
         _ip("addr", "add", f"{self._network}.1/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for node in self.all:
-            there = ("-n", node.namespace)
+            in_namespace = ("-n", node.namespace)
             _ip("netns", "add", node.namespace)
-            _ip(*there, "link", "set", "lo", "up")
+            _ip(*in_namespace, "link", "set", "lo", "up")
             _ip(
                 "link",
                 "add",
@@ -225,8 +225,8 @@ class Nodes:
                 *("netns", node.namespace),
             )
             _ip("link", "set", node.link, "master", self._bridge, "up")
-            _ip(*there, "addr", "add", f"{node.address}/24", "dev", "eth0")
-            _ip(*there, "link", "set", "eth0", "up")
+            _ip(*in_namespace, "addr", "add", f"{node.address}/24", "dev", "eth0")
+            _ip(*in_namespace, "link", "set", "eth0", "up")
 
     def _end(self) -> None:
         for node in self.all:

@@ -29,7 +29,7 @@ from tests.cluster.faults import LONG_LEASES, SHORT_SECONDS, Fault
 from tests.cluster.ray_nodes import Node, Nodes
 from tests.cluster.world import Kind
 
-GRPC_PORT, HTTP_PORT = 50051, 8000  # the same on every node, because nodes have own addresses
+GRPC_PORT, HTTP_PORT = 50051, 8000  # the same on every node, because each node has its own address
 UP_SECONDS = 180.0
 DOWN_SECONDS = 180.0
 WHOLE_SECONDS = 120.0
@@ -61,15 +61,15 @@ class FaultKind:
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CUT = "cut off"
-OF_REPLICAS = {
+REPLICA_FAULTS = {
     "kill daemon": FaultKind("daemon", KILL),
     "pause daemon": FaultKind("daemon", STOP, may_be_long=True),
     "kill actor": FaultKind("replica", KILL),
     "pause actor": FaultKind("replica", STOP, may_be_long=True),
 }
-OF_NODES = {CUT: FaultKind()}  # except the head
-OF_PROXIES = {"kill proxy": FaultKind("proxy", KILL), "pause proxy": FaultKind("proxy", STOP)}
-ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES}
+NODE_FAULTS = {CUT: FaultKind()}  # except the head
+PROXY_FAULTS = {"kill proxy": FaultKind("proxy", KILL), "pause proxy": FaultKind("proxy", STOP)}
+ALL_FAULTS = {**REPLICA_FAULTS, **NODE_FAULTS, **PROXY_FAULTS}
 
 
 def _role(target: int) -> str:
@@ -79,8 +79,8 @@ def _role(target: int) -> str:
 def fault_kinds(target: int) -> dict[str, FaultKind]:
     """Return the faults that this target may have, by name."""
     if target >= PROXIES:
-        return OF_PROXIES
-    return OF_REPLICAS if target == NEVER_CUT else {**OF_REPLICAS, **OF_NODES}
+        return PROXY_FAULTS
+    return REPLICA_FAULTS if target == NEVER_CUT else {**REPLICA_FAULTS, **NODE_FAULTS}
 
 
 def schedule(
@@ -110,13 +110,13 @@ def schedule(
             at += 1.0
             continue
         kind, target = choose.choice(found)
-        lasts = 0.0 if ALL[kind].kills else choose.uniform(*SHORT_SECONDS)
-        if ALL[kind].may_be_long and at >= no_long_before and choose.random() < 0.4:
+        lasts = 0.0 if ALL_FAULTS[kind].kills else choose.uniform(*SHORT_SECONDS)
+        if ALL_FAULTS[kind].may_be_long and at >= no_long_before and choose.random() < 0.4:
             lasts = lease * choose.uniform(*LONG_LEASES)
             no_long_before = at + lasts + every
         faults.append(RayFault(at, kind, target, lasts))
-        rest = REPLACED_SECONDS if ALL[kind].kills else REST_SECONDS
-        free_at[target] = at + lasts + rest
+        pause = REPLACED_SECONDS if ALL_FAULTS[kind].kills else REST_SECONDS
+        free_at[target] = at + lasts + pause
         if kind == CUT:
             free_at[PROXIES + target] = free_at[target]
         at += every
@@ -150,8 +150,8 @@ class RayWorld:
         self._config.write_text(json.dumps(self._serve_config()))
         await self._nodes.__aenter__()
         try:
-            await self._cluster(UP_SECONDS, "up", str(self._config))
-            await self.whole()
+            await self._run_cluster_command(UP_SECONDS, "up", str(self._config))
+            await self.wait_until_whole()
         except BaseException:
             await self._nodes.__aexit__(None, None, None)
             raise
@@ -162,12 +162,12 @@ class RayWorld:
 
     async def stop(self) -> list[int]:
         """Stop the cluster as an operator would. Return the exit statuses."""
-        await self._cluster(DOWN_SECONDS, "down")
+        await self._run_cluster_command(DOWN_SECONDS, "down")
         for node in reversed(self._nodes.all):
             await node.stop()
         return [0]
 
-    async def whole(self) -> None:
+    async def wait_until_whole(self) -> None:
         """Wait until every node has a serving replica and proxy."""
         async with asyncio.timeout(WHOLE_SECONDS):
             while not await self._is_whole():
@@ -178,12 +178,12 @@ class RayWorld:
 
     async def inject(self, fault: Fault) -> None:
         """Apply a fault and wait until it is over. Ray may then still be replacing killed parts."""
-        fault_kind, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
+        fault_kind, node = ALL_FAULTS[fault.kind], self._nodes.all[fault.target % PROXIES]
         if fault.kind == CUT:
             with node.unplugged():
                 await asyncio.sleep(fault.seconds)
         else:
-            await _signalled(node, fault_kind, fault.seconds)
+            await _send_signals(node, fault_kind, fault.seconds)
 
     async def _is_whole(self) -> bool:
         nodes = self._nodes.all
@@ -191,7 +191,7 @@ class RayWorld:
             return False
         return all(await asyncio.gather(*(_serves(address) for address in self.addresses)))
 
-    async def _cluster(self, seconds: float, *words: str) -> None:
+    async def _run_cluster_command(self, seconds: float, *words: str) -> None:
         """Run `pensieve cluster` on the head."""
         ray = ("--ray", self._nodes.address, "--data", str(self._folder / "cluster"))
         command = self._nodes.head.command(sys.executable, "-m", "pensieve", "cluster")
@@ -230,7 +230,7 @@ class RayWorld:
         }
 
 
-async def _signalled(node: Node, fault_kind: FaultKind, seconds: float) -> None:
+async def _send_signals(node: Node, fault_kind: FaultKind, seconds: float) -> None:
     pids = node.processes(fault_kind.part)
     while not pids:  # Ray is replacing this part
         await asyncio.sleep(LOOK_SECONDS)

@@ -17,14 +17,14 @@ from tests.conversations.rig_daemon import DaemonRig
 from tests.store.postgres_server import missing, serving
 
 needs_sqlite = pytest.mark.skipif(
-    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs a newer SQLite"
 )
 on_both = [pytest.param("sqlite", marks=needs_sqlite), "postgresql"]
 
 
 @contextmanager
 def history(name: str) -> Iterator[str]:
-    """Return the URL of a new database, or "" for a SQLite file. `name` is one of `on_both`."""
+    """Yield the URL of a new database, or "" for a SQLite file. `name` is one of `on_both`."""
     if name == "sqlite":
         yield ""
         return
@@ -48,7 +48,7 @@ def sharing(
     `listening` and `daemon` are settings of all daemons; `each_listening` has settings of single daemons.
     """
     url = f"sqlite://{folder / 'history.db'}"
-    owner_log.keep(url, folder / "maker")
+    owner_log.create_history(url, folder / "maker")
     with ExitStack() as stack:
         rigs = []
         for number, name in enumerate(names):

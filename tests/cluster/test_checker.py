@@ -12,7 +12,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
-from tests.cluster.faults import DATABASE, MAY_BE_LONG, TO_SERVERS, schedule
+from tests.cluster.faults import DATABASE, MAY_BE_LONG, SERVER_LINK_FAULTS, schedule
 from tests.cluster.talkers import Spoken
 
 Event = dict[str, Any]
@@ -50,7 +50,7 @@ def test_a_history_may_contain_an_unacknowledged_turn() -> None:
         ),
         (
             [*STORED[:3], Stored("assistant", "another", 2)],
-            "'two' has another reply or revision than was told",
+            "'two' lacks the acknowledged reply or revision",
         ),
         (
             [*STORED, Stored("user", "four", 3), Stored("assistant", "fourth", 3)],
@@ -61,7 +61,7 @@ def test_a_history_may_contain_an_unacknowledged_turn() -> None:
         (STORED[:3], "the roles are"),
     ],
 )
-def test_a_lost_doubled_or_changed_turn_is_found(stored: list[Stored], problem: str) -> None:
+def test_a_lost_duplicated_or_changed_turn_is_found(stored: list[Stored], problem: str) -> None:
     assert any(problem in each for each in wrong_turns("c", SPOKEN, stored))
 
 
@@ -82,7 +82,7 @@ def test_a_token_that_does_not_follow_from_its_history_is_found() -> None:
     first = next_token(digest(_array(prompt)), size, 2)
     assert wrong_tokens("c", [(False, prompt), (True, [first])], size) == []
     (problem,) = wrong_tokens("c", [(False, prompt), (True, [first + 1])], size)
-    assert "message 1 is not what the history before it says" in problem
+    assert "message 1 does not follow from the history before it" in problem
 
 
 def _array(values: Sequence[int]) -> Any:
@@ -180,7 +180,7 @@ def test_a_schedule_depends_only_on_its_seed_and_has_one_long_fault_at_a_time(
     assert 30 <= len(faults) <= 36
     assert all(-1 <= each.target < 3 for each in faults)
     assert any(each.target == DATABASE for each in faults)
-    assert has_server or not [each for each in faults if each.kind in TO_SERVERS]
+    assert has_server or not [each for each in faults if each.kind in SERVER_LINK_FAULTS]
     long = [each for each in faults if each.seconds > 10.0]
     assert all(each.kind in MAY_BE_LONG for each in long)
     ends = [each.at + each.seconds for each in long]

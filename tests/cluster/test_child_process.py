@@ -162,7 +162,7 @@ def test_the_child_gets_no_ray_token_in_its_environment(monkeypatch: pytest.Monk
     asyncio.run(scenario())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a child with its parent")
 def test_the_child_is_killed_when_its_parent_dies(tmp_path: Path) -> None:
     code = f"""
 import asyncio

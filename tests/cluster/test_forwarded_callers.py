@@ -66,7 +66,7 @@ class Guarded:
 
         return self.rigs[at].call(look())
 
-    def lines(self, at: int) -> list[dict[str, Any]]:
+    def deletion_lines(self, at: int) -> list[dict[str, Any]]:
         """Return the deletions in a daemon's audit log."""
         lines = (self.folder / f"audit-{at}").read_text().splitlines()
         return [each for each in map(json.loads, lines) if each["event"] == "delete"]
@@ -138,12 +138,14 @@ def test_without_a_secret_the_owners_log_names_the_sender_of_a_deletion(tmp_path
         daemons.rigs[TWO].stub.DeleteConversation(request, metadata=token, timeout=60)
         daemons.send(ONE, "ann", "new")
         assert forwarded_status(daemons, ONE, "ann", "DELETE", client_host="192.0.2.1") == 200
-        wait_for(lambda: len(daemons.lines(ONE)) == 3 and len(daemons.lines(TWO)) == 2)
-        for line in daemons.lines(ONE):
+        wait_for(
+            lambda: len(daemons.deletion_lines(ONE)) == 3 and len(daemons.deletion_lines(TWO)) == 2
+        )
+        for line in daemons.deletion_lines(ONE):
             assert (line["tenant"], line["token"], line["outcome"]) == ("ann", "of-ann", "OK")
             assert line["forwarded"] == "not verified"
             assert line["peer"].startswith("ipv4:127.0.0.1:")
-        assert not any("forwarded" in line for line in daemons.lines(TWO))
+        assert not any("forwarded" in line for line in daemons.deletion_lines(TWO))
 
 
 def check_callers(guarded: Guarded) -> None:

@@ -211,25 +211,25 @@ def test_rays_own_errors_are_reported_as_unavailable(
 ) -> None:
     """The replica is gone, perhaps in the middle of a stream, or the whole cluster is gone."""
 
-    async def rays(_: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def ray_handler(_: bytes, context: Any) -> AsyncIterator[bytes]:
         for _number in range(num_messages):
             context.set_trailing_metadata([("pensieve-replica", "one")])
             yield b"a message"
         context.set_code(code)
         context.set_details("a traceback")
 
-    async def rays_unary(_: bytes, context: Any) -> bytes:
+    async def ray_unary_handler(_: bytes, context: Any) -> bytes:
         context.set_code(code)
         return b""
 
     async def work() -> None:
         context = Context()
-        around = _around(SEND, grpc.unary_stream_rpc_method_handler(rays))
+        around = _around(SEND, grpc.unary_stream_rpc_method_handler(ray_handler))
         assert len([each async for each in around.unary_stream(b"", context)]) == num_messages
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
         assert context.said["details"] == GONE
         context = Context()
-        await _around(GET, grpc.unary_unary_rpc_method_handler(rays_unary)).unary_unary(
+        await _around(GET, grpc.unary_unary_rpc_method_handler(ray_unary_handler)).unary_unary(
             b"", context
         )
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
@@ -240,11 +240,11 @@ def test_rays_own_errors_are_reported_as_unavailable(
 def test_the_deadline_is_forwarded_as_metadata() -> None:
     found = []
 
-    async def rays(_: bytes, context: Any) -> bytes:
+    async def ray_handler(_: bytes, context: Any) -> bytes:
         found.extend(context.invocation_metadata())
         context.set_trailing_metadata([("pensieve-replica", "one")])
         return b""
 
-    around = _around(GET, grpc.unary_unary_rpc_method_handler(rays))
+    around = _around(GET, grpc.unary_unary_rpc_method_handler(ray_handler))
     asyncio.run(around.unary_unary(b"", Context(30.0)))
     assert dict(found)[TIMEOUT] == "30.000"

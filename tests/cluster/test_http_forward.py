@@ -21,7 +21,7 @@ CLIENT = ("127.0.0.1", 9)
 
 
 class Daemon:
-    """Echo requests. /endless sends a message every 10 ms; /cut sends two messages and breaks off."""
+    """Record requests and answer in parts. /endless sends a part every 10 ms; /cut aborts after two parts."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -59,14 +59,14 @@ class Client:
             "client": peer,
             "headers": [] if body is None else [(b"content-length", str(len(body)).encode())],
         }
-        self.left = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self.said: list[Any] = []
         self._body: list[bytes] = [body or b""]
 
     async def receive(self) -> Any:
         if self._body:
             return {"type": "http.request", "body": self._body.pop(), "more_body": False}
-        await self.left.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:

@@ -35,14 +35,14 @@ TINY = {"device_cache": "480t", "host_cache": "480t", "chunk_tokens": "8"}
 TINY |= {"token_budget": "48", "turns_max": "12", "threads": "1"}
 
 
-async def hand_over(rig: DaemonRig, always: bool) -> KvReceiver:
-    fetched = KvReceiver(rig.daemon, KvFetcher().fetch, always=always)
-    rig.daemon.events.begun.subscribe(fetched.turn_begun)
-    return fetched
+async def receive_kv(rig: DaemonRig, always: bool) -> KvReceiver:
+    receiver = KvReceiver(rig.daemon, KvFetcher().fetch, always=always)
+    rig.daemon.events.begun.subscribe(receiver.turn_begun)
+    return receiver
 
 
 def lose_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make two of three owners unreachable, so that the called daemon takes the conversation."""
+    """Let two thirds of the forwarded calls fail, so that the called daemon takes the conversation."""
     sent, choose = forwarding.Forwarder._sent, random.Random(SEED)
 
     async def may_send(self: Any, *given: Any) -> None:
@@ -63,11 +63,11 @@ def test_replies_equal_plain_transformers_wherever_conversations_move(
     folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
     done: Counter[str] = Counter()
     shape: dict[str, Any] = {"program": ENGINE, "written": TINY, "model_folder": folder}
-    places = {"hand_over": moves_kv, "http": "127.0.0.1:0"}
+    listening = {"hand_over": moves_kv, "http": "127.0.0.1:0"}
     config = DaemonConfig()
-    with sharing(tmp_path, "abc", places, config=config, **shape) as rigs:
+    with sharing(tmp_path, "abc", listening, config=config, **shape) as rigs:
         http = [HttpRig(rig).address for rig in rigs]
-        pulls = [rig.call(hand_over(rig, True)) for rig in rigs] if moves_kv else []
+        receivers = [rig.call(receive_kv(rig, True)) for rig in rigs] if moves_kv else []
         for life in range(SCALE):
             crowd = [
                 RandomHttpClient(http, (SEED + life) * 100 + number, 14, "is served by")
@@ -76,7 +76,7 @@ def test_replies_equal_plain_transformers_wherever_conversations_move(
             done += run_clients(crowd)
         claims = owner_log.events(f"sqlite://{tmp_path / 'history.db'}", "claimed")
         num_moves = sum(each["previous"] > 0 for each in claims)
-        moved = sum(each.num_tokens for each in pulls)
+        moved = sum(each.num_tokens for each in receivers)
         reference = Reference(folder)
         counts = []
         with Client(rigs[0].server.address) as client:

@@ -25,7 +25,7 @@ async def _check_storm(folder: Path, storm: Storm) -> None:
 
 @pytest.mark.parametrize("name", on_both)
 @pytest.mark.timeout(600)
-def test_no_turn_is_lost_or_doubled_and_no_conversation_has_two_owners(
+def test_no_turn_is_lost_or_duplicated_and_no_conversation_has_two_owners(
     tmp_path: Path, name: str
 ) -> None:
     with history(name) as store:

@@ -240,8 +240,7 @@ def test_a_deadline_ends_the_turn(stub: Any) -> None:
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_grpc_client_that_disconnects_ends_its_turn(stub: Any) -> None:
-    """The daemon interrupts a turn that its client cancelled, and accepts the next message."""
+def test_the_next_message_is_accepted_after_a_cancelled_turn(stub: Any) -> None:
     request = pb.SendMessageRequest(
         conversation_id="left",
         request_id="left-1",
@@ -404,7 +403,7 @@ def test_y_up_with_the_unchanged_file_replaces_no_replica(cluster: RayCluster) -
 def test_y_endless_calls_do_not_block_the_draining_of_a_replica(
     cluster: RayCluster, stub: Any
 ) -> None:
-    """Watch streams end at once. The turn may use its drain_timeout; then the daemon reports its end."""
+    """Watch streams end at once. The daemon ends the turn when the drain timeout is over."""
     at = send(stub, "endless", "0")
     request = pb.SendMessageRequest(
         conversation_id="endless",
@@ -443,7 +442,9 @@ def test_z_when_a_replica_is_killed_only_its_conversations_move(
     os.kill(processes[killed], 9)
     after = {}
     for conversation in before:
-        wait_for(lambda each=conversation: after.update({each: tried(stub, each)}) or after[each])
+        wait_for(
+            lambda each=conversation: after.update({each: try_turn(stub, each)}) or after[each]
+        )
     moved = {each for each in before if before[each] != after[each]}
     assert moved == {each for each in before if before[each] == killed}
     cluster.wait_until_replaced(killed)
@@ -483,7 +484,7 @@ def test_zz_down_waits_for_running_turns(cluster: RayCluster, stub: Any) -> None
         assert stored.state is StoredTurnState.COMPLETED
 
 
-def tried(stub: Any, conversation_id: str) -> str:
+def try_turn(stub: Any, conversation_id: str) -> str:
     """Return the replica that ran a turn; "" if the request must be sent again."""
     try:
         return send(stub, conversation_id, "1")

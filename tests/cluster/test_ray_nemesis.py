@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
-from tests.cluster.ray_nodes import why_not
-from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, fault_kinds, schedule
+from tests.cluster.ray_nodes import why_unavailable
+from tests.cluster.ray_world import ALL_FAULTS, CUT, NEVER_CUT, PROXIES, fault_kinds, schedule
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
 from tests.store.postgres_server import missing, serving
@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a short name, because the path of the daemon's socket is long."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    if why := why_not():
+    if why := why_unavailable():
         pytest.skip(f"no network namespaces: {why}")
     return tmp_path_factory.mktemp("ray")
 
 
 @pytest.fixture
 def database() -> Iterator[Callable[[], str]]:
-    """Creates databases on a server with enough connections for all daemons."""
+    """Return a function that creates a database on a server with connections for all daemons."""
     if why := missing():
         pytest.skip(why)
     with serving(max_connections="200") as server:
@@ -50,31 +50,33 @@ def check_storm(folder: Path, storm: Storm) -> None:
 
 
 def simultaneous_faults(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
-    """Yield the kind of each fault, and how many similar targets have a fault at that time."""
+    """Yield the kind of each fault, and how many targets of the same role have a fault then."""
     until: dict[int, float] = {}
     for fault in schedule(seed, 180.0, 5.0, num_nodes, 10.0):
         assert fault.kind in fault_kinds(fault.target)
-        hurt = [fault.target, *([PROXIES + fault.target] if fault.kind == CUT else [])]
-        for target in hurt:
+        targets = [fault.target, *([PROXIES + fault.target] if fault.kind == CUT else [])]
+        for target in targets:
             assert until.get(target, 0.0) <= fault.at
             until[target] = fault.at + fault.seconds
             fellows = [each for each in until if (each >= PROXIES) == (target >= PROXIES)]
-            under = [each for each in fellows if until[each] > fault.at]
-            yield fault.kind, len(under)
+            faulty = [each for each in fellows if until[each] > fault.at]
+            yield fault.kind, len(faulty)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
 def test_schedules_have_all_faults_and_spare_one_target_of_each_role(num_nodes: int) -> None:
     found = [each for seed in range(50) for each in simultaneous_faults(num_nodes, seed)]
-    assert {kind for kind, _ in found} == set(ALL)
-    assert max(under for _, under in found) < num_nodes
+    assert {kind for kind, _ in found} == set(ALL_FAULTS)
+    assert max(faulty for _, faulty in found) < num_nodes
     faults = [each for seed in range(50) for each in schedule(seed, 180.0, 5.0, num_nodes, 10.0)]
     assert not [each for each in faults if each.target == NEVER_CUT and each.kind.startswith("cut")]
     assert len(faults) > 50 * 30
 
 
 @pytest.mark.timeout(400)
-def test_no_turn_is_lost_or_doubled_on_two_nodes(folder: Path, database: Callable[[], str]) -> None:
+def test_no_turn_is_lost_or_duplicated_on_two_nodes(
+    folder: Path, database: Callable[[], str]
+) -> None:
     kind = Kind(2, lease_seconds=10.0, store=database(), has_ray=True)
     check_storm(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
 

@@ -91,9 +91,9 @@ class Part:
                 env={**os.environ, "PYTHONPATH": str(ROOT), **self._variables},
             )
         if waits:
-            await self.ready()
+            await self.wait_until_ready()
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         async with asyncio.timeout(START_SECONDS):
             while not self._ready.exists():
                 if not self.is_running:
@@ -134,7 +134,7 @@ class Replica(Part):
         self.http_address = f"127.0.0.1:{free_port()}"
         self.store_link: Link | None = None
         if kind.store:
-            self.store_link, store = behind_a_link(store)
+            self.store_link, store = link_to_database(store)
         arguments = [
             *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
             *("--address", address, "--announce", self.peer_link.address),
@@ -156,7 +156,7 @@ class Replica(Part):
             await link.close()
 
 
-def behind_a_link(store: str) -> tuple[Link, str]:
+def link_to_database(store: str) -> tuple[Link, str]:
     """Return a link to a database server, and the URL of the database through this link."""
     parts = urlsplit(store)
     (folder,), port = parse_qs(parts.query).get("host", [""]), parts.port or 5432
@@ -185,13 +185,13 @@ class World:
         return [f"unix:{replica.data / 'admin.sock'}" for replica in self.replicas]
 
     async def __aenter__(self) -> World:
-        await asyncio.to_thread(owner_log.keep, self.store, self._folder / "maker")
+        await asyncio.to_thread(owner_log.create_history, self.store, self._folder / "maker")
         try:
             for replica in self.replicas:
                 await replica.open()
                 await replica.start(waits=False)
             for replica in self.replicas:
-                await replica.ready()
+                await replica.wait_until_ready()
         except BaseException:
             await self._end()
             raise
@@ -204,7 +204,7 @@ class World:
         """Stop everything as an operator would. Return the exit statuses."""
         return await asyncio.gather(*(replica.terminate() for replica in self.replicas))
 
-    async def whole(self) -> None:
+    async def wait_until_whole(self) -> None:
         """Do nothing: each fault has already restarted the processes that it killed."""
 
     def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:

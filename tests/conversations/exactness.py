@@ -2,7 +2,7 @@
 
     RestartedRuntime   several runs of a process with the same history. The engine and the service run in the
                        test's own thread; a seed decides the order of their steps.
-    DaemonUnderTest    a `pensieve serve` that can be killed (or its engine). Its connections can be reset.
+    DaemonUnderTest    a `pensieve serve`. It or its engine can be killed, and its connections can be reset.
     RandomSdkClient    a client in its own thread: the SDK over gRPC
     RandomHttpClient   a client in its own thread: chat completions, responses or Anthropic's messages
 
@@ -139,7 +139,7 @@ class DaemonUnderTest:
 
 
 class RandomClient(threading.Thread):
-    """A client that does everything that clients do, in its own conversations."""
+    """A client that acts at random, in its own conversations."""
 
     def __init__(self, number: int, num_actions: int) -> None:
         super().__init__(daemon=True)
@@ -243,7 +243,7 @@ class RandomSdkClient(RandomClient):
 
 
 class LongReplyClient(RandomClient):
-    """One of many clients with long replies, so that turns are suspended. Then it sends a second message."""
+    """Get a long reply beside many such clients, to suspend turns. Then send a second message."""
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(number, 2)
@@ -261,7 +261,7 @@ class Refused(Exception):
 
 
 class RandomHttpClient(RandomClient):
-    """Uses one kind of API. Edits messages, asks for several replies, goes back to old ones, disconnects."""
+    """Uses one API. Edits messages, asks for several replies, continues old responses, disconnects."""
 
     def __init__(
         self, addresses: Sequence[str], number: int, num_actions: int, retried_errors: str = "$^"

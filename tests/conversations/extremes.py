@@ -77,10 +77,10 @@ def structs() -> Iterator[struct_pb2.Struct]:
     """Yield JSON objects that are deep, wide, or contain values that JSON cannot represent."""
     for depth in (1, 10, 30):  # a parser allows 100 nested messages, and each level takes three
         struct = struct_pb2.Struct()
-        within = struct
+        inner_struct = struct
         for _ in range(depth):
-            within = within.fields["a"].struct_value
-        within.fields["end"].null_value = struct_pb2.NULL_VALUE
+            inner_struct = inner_struct.fields["a"].struct_value
+        inner_struct.fields["end"].null_value = struct_pb2.NULL_VALUE
         yield struct
     for value in DOUBLES:
         struct = struct_pb2.Struct()
@@ -127,8 +127,8 @@ def with_value(message: Any, field: FieldDescriptor, value: Any) -> Any:
     if is_map(field):
         values = _required(field.message_type).fields_by_name
         keys = values["key"]
-        chosen = random.Random(len(getattr(message, field.name)))
-        getattr(message, field.name)[chosen.choice(values_of(keys))] = chosen.choice(
+        choose = random.Random(len(getattr(message, field.name)))
+        getattr(message, field.name)[choose.choice(values_of(keys))] = choose.choice(
             values_of(values["value"])
         )
     elif is_repeated(field):

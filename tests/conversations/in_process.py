@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """Replaces `Threads`: all work is done at once."""
+    """Replaces `Threads`: all work is done in the call."""
 
     def __init__(self) -> None:
         self.loop = self
@@ -60,7 +60,7 @@ class OneThread:
     def spawn(self, work: Coroutine[Any, Any, None], **_: bool) -> None:
         with contextlib.suppress(StopIteration):
             work.send(None)
-            raise AssertionError("the coroutine waits, but all work must be done at once")
+            raise AssertionError("the coroutine waits, but all work must be done in the call")
 
 
 def turn_ends(
@@ -68,7 +68,7 @@ def turn_ends(
 ) -> TurnEnds:
     """Return a TurnEnds that does all work in the call, without followers or limits.
 
-    `try_put` gets its messages to the engine.
+    `try_put` receives the messages for the engine.
     """
     threads: Any = OneThread()
     followers = TurnFollowers(threads, FollowerLimits(0.0, 0.0, 0), lambda live: None)
@@ -139,8 +139,8 @@ class Conversations:
         assert isinstance(drafted, Draft)
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, ask: TurnRequest) -> Draft | RetriedTurn:
-        drafted = self.history.draft(ask)
+    def draft(self, request: TurnRequest) -> Draft | RetriedTurn:
+        drafted = self.history.draft(request)
         assert isinstance(drafted, Draft | RetriedTurn)
         return drafted
 

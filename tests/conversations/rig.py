@@ -95,7 +95,7 @@ class Reference:
         ).eval()
 
     def wrong_tokens(self, runtime: Runtime, conversation_id: str) -> tuple[int, int, int]:
-        """Return for the conversation: number of sampled tokens, of wrong ones, and of ties."""
+        """Return the conversation's numbers of sampled tokens, wrong tokens and ties."""
         messages = runtime.store.messages(conversation_id, include_token_ids=True)
         log = list(runtime.store.log(conversation_id))
         assert log == [token for m in messages for token in (m.token_ids or ())]
@@ -128,7 +128,7 @@ class Reference:
 
 
 class Crowd:
-    """Many conversations at once, with everything that clients do."""
+    """Many conversations at once: random turns, forks, rewinds and cancellations."""
 
     def __init__(self, runtime: Runtime, seed: int, size: int) -> None:
         self.runtime = runtime
@@ -142,7 +142,7 @@ class Crowd:
             self.create(name)
 
     def create(self, name: str) -> None:
-        """Create a conversation. Some share a prefix and its KV; others begin alike only by chance."""
+        """Create a conversation. Some declare a prefix; others only begin with the same text."""
         prompt = self.random.choice(("", "Be brief.", "The rain is over in Oslo."))
         prefix_id = f"p{len(prompt)}" if self.random.random() < 0.5 else ""
         self.runtime.conversations.create(name, system_prompt=prompt, prefix_id=prefix_id)
@@ -199,7 +199,7 @@ class Crowd:
     def rush(self, size: int = 12) -> None:
         """Run enough long replies at once to suspend some turns.
 
-        Turns of a higher priority then take the places of others. At the end, all conversations are forked.
+        Turns of a higher priority then take the places of other turns. Finally, all conversations are forked.
         Sources and forks continue at once, so that their last chunks are copied on write.
         """
         self.num_rushes += 1

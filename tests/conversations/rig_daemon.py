@@ -74,7 +74,7 @@ class DaemonRig:
         model_folder: Path = MODEL_PATH,
         store: str = "",
     ) -> None:
-        """`jobs` are scripted jobs. With `batch_jobs`, the daemon has its real batch jobs.
+        """`jobs` are scripted jobs. With `batch_jobs`, the daemon runs real batch jobs.
 
         `store` is the address of a database. Daemons with the same `store` share a history.
         """
@@ -126,10 +126,10 @@ class DaemonRig:
         self.owners.watch_daemon(self.daemon)
 
     def _caller(self) -> str:
-        present = threading.current_thread()
-        if present is self._thread:
+        thread = threading.current_thread()
+        if thread is self._thread:
             return "loop"
-        return "store" if present.name.startswith("store") else present.name
+        return "store" if thread.name.startswith("store") else thread.name
 
     def call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)

@@ -72,10 +72,10 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
 def build(
     script: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
-    def made(tokenizer: Tokenizer, end_id: int, seconds: float) -> ScriptedExecutor:
+    def make_executor(tokenizer: Tokenizer, end_id: int, seconds: float) -> ScriptedExecutor:
         return ScriptedExecutor(tokenizer, end_id, script)
 
-    echo_engine.EchoExecutor = made  # type: ignore[assignment, misc]
+    echo_engine.EchoExecutor = make_executor  # type: ignore[assignment, misc]
     return echo_engine.build(0.0, settings, folder, report, mailbox, sink)
 
 

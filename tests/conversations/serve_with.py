@@ -13,16 +13,16 @@ from pensieve.cli.main import main
 from pensieve.config import Resolved
 from pensieve.launch import daemon
 
-made = daemon.setup_to_serve
+original_setup = daemon.setup_to_serve
 
 
-def changed(resolved: Resolved) -> daemon.DaemonSetup:
-    setup = made(resolved)
+def setup_with_parameters(resolved: Resolved) -> daemon.DaemonSetup:
+    setup = original_setup(resolved)
     fields = {part: replace(getattr(setup, part), **values) for part, values in given.items()}
     return replace(setup, **fields)
 
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    daemon.setup_to_serve = changed
+    daemon.setup_to_serve = setup_with_parameters
     sys.exit(main(["serve", *sys.argv[2:]]))

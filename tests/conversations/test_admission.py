@@ -167,7 +167,7 @@ def begin(rig: DaemonRig, *args: Any) -> LiveTurn:
     return live
 
 
-def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
+def call_on_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
     """Call a function on the daemon's event loop."""
 
     async def call() -> Any:
@@ -179,13 +179,13 @@ def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
 
 def block_the_store(rig: DaemonRig, seconds: float) -> None:
     for lane in rig.daemon.threads._lanes:
-        on_the_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
+        call_on_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
 
 
 def test_no_turn_is_refused_because_of_an_earlier_burst(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
     burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
-    wait_for(lambda: rig.call(_waiting(rig)) > 3)
+    wait_for(lambda: rig.call(_num_waiting(rig)) > 3)
     wait_for(lambda: _wait_seconds(rig) > 0.02)
     with pytest.raises(grpc.RpcError) as error:
         rig.ask("late", "hello", seconds=0.02)
@@ -196,10 +196,10 @@ def test_no_turn_is_refused_because_of_an_earlier_burst(one_turn_rig: DaemonRig)
 
 
 def _wait_seconds(rig: DaemonRig) -> float:
-    return float(on_the_loop(rig, lambda: rig.daemon.wait_seconds))
+    return float(call_on_loop(rig, lambda: rig.daemon.wait_seconds))
 
 
-async def _waiting(rig: DaemonRig) -> int:
+async def _num_waiting(rig: DaemonRig) -> int:
     return rig.daemon.conversations.turns.num_waiting
 
 
@@ -209,8 +209,8 @@ def test_a_refusal_because_of_the_deadline_has_the_reason_deadline_exceeded(
     rig = one_turn_rig
     endless = pb.Sampling(max_tokens=2000, ignore_eos=True)
     turns = [rig.send(f"long{i}", "hello", sampling=endless) for i in range(2)]
-    wait_for(lambda: rig.num_live == 2 and rig.call(_waiting(rig)) == 1)
-    rig.daemon.admission.turn_admitted(0.0, rig.daemon.started_at + 10_000_000)  # very slow
+    wait_for(lambda: rig.num_live == 2 and rig.call(_num_waiting(rig)) == 1)
+    rig.daemon.admission.turn_admitted(0.0, rig.daemon.started_at + 10_000_000)  # a very long wait
     with pytest.raises(grpc.RpcError) as error:
         rig.ask("late", "hello", seconds=15_000)  # a deadline far beyond the test's own limit
     assert details(error.value)["ErrorInfo"].reason == "DEADLINE_EXCEEDED"
@@ -227,7 +227,7 @@ def test_a_retry_is_not_refused_because_of_its_own_turn(one_turn_rig: DaemonRig)
         with pytest.raises(InvalidArgument, match="request_id"):
             begin(rig, "c", "r1", tenant, 7)
         wait_for(lambda live=live: live.finish is not None or live.num_tokens > 5)
-        on_the_loop(rig, lambda live=live: rig.daemon.conversations.ends.stop(live))
+        call_on_loop(rig, lambda live=live: rig.daemon.conversations.ends.stop(live))
         wait_for(lambda live=live: live.finish is not None)
     other = begin(rig, "d", "r2", "few")
     with pytest.raises(QueueFull, match="1 turns at once"):
@@ -243,7 +243,7 @@ def test_a_retry_is_not_refused_because_of_its_own_turn(one_turn_rig: DaemonRig)
 def test_a_tenant_over_its_token_rate_can_reattach_to_its_turn(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
     live = begin(rig, "c", "r1", "slow")
-    on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _ignore))
+    call_on_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _ignore))
     with pytest.raises(QueueFull, match="1 tokens per second"):
         begin(rig, "c", "r2", "slow")
     assert begin(rig, "c", "r1", "slow").reply.token_ids == live.reply.token_ids
@@ -288,7 +288,7 @@ def test_a_turn_is_not_given_up_while_the_store_delays_its_retry(one_turn_rig: D
 def test_turns_about_to_begin_count_towards_the_tenants_limit(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
     block_the_store(rig, 0.5)
-    on_the_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request("c", "r1", "few")))
+    call_on_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request("c", "r1", "few")))
     wait_for(lambda: rig.daemon.conversations.arriving.num_of_tenant("few") == 1)
     with pytest.raises(QueueFull, match="1 turns at once"):
         begin(rig, "d", "r2", "few")
@@ -300,11 +300,11 @@ def test_turns_about_to_begin_count_as_ahead_of_a_new_turn(one_turn_rig: DaemonR
     rig = one_turn_rig
 
     def num_ahead(priority: int = 0) -> float:
-        return on_the_loop(rig, lambda: rig.daemon._load(priority=priority).ahead().num_turns)
+        return call_on_loop(rig, lambda: rig.daemon._load(priority=priority).ahead().num_turns)
 
     with blocked_store(rig):
         for name in ("c", "d"):
-            on_the_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request(name, "r1")))
+            call_on_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request(name, "r1")))
         wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
         assert num_ahead() == 2
         assert num_ahead(priority=1) == 0
@@ -324,7 +324,7 @@ def test_a_tenant_is_charged_for_computed_tokens_after_a_disconnect_or_deletion(
     live = begin(rig, "c", "r1", "slow")
     wait_for(lambda: live.num_tokens > 15)  # the tenant may use 10 at once, and then 1 a second
     if how == "deleted":
-        on_the_loop(rig, lambda: rig.daemon.conversations.delete("c", "slow"))
+        call_on_loop(rig, lambda: rig.daemon.conversations.delete("c", "slow"))
     wait_for(lambda: live.finish is not None)
     with pytest.raises(QueueFull, match="1 tokens per second"):
         begin(rig, "d", "r2", "slow")
@@ -334,9 +334,9 @@ def test_a_turn_deleted_while_it_waits_is_not_charged(one_turn_rig: DaemonRig) -
     rig = one_turn_rig
     first = begin(rig, "c", "r1")
     waiting = begin(rig, "d", "r2", "slow")
-    on_the_loop(rig, lambda: rig.daemon.conversations.delete("d", "slow"))
+    call_on_loop(rig, lambda: rig.daemon.conversations.delete("d", "slow"))
     assert waiting.num_charged_tokens == 0
-    on_the_loop(rig, lambda: rig.daemon.conversations.ends.stop(first))
+    call_on_loop(rig, lambda: rig.daemon.conversations.ends.stop(first))
     begin(rig, "d", "r3", "slow")
 
 
@@ -349,7 +349,7 @@ def test_a_damaged_history_can_be_read_but_not_changed(
     rig, stub = one_turn_rig, one_turn_rig.stub
     rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3))
     monkeypatch.setattr(rig.daemon.store, "integrity_check", lambda: ["page 7 is torn"])
-    on_the_loop(rig, lambda: rig.daemon.damage.check(rig.lines.append))
+    call_on_loop(rig, lambda: rig.daemon.damage.check(rig.lines.append))
     wait_for(lambda: rig.daemon.damage.problems)
     for change in (
         lambda: rig.ask("c", "more"),

@@ -1,4 +1,4 @@
-"""Calls that run in a separate thread. No caller waits for their end."""
+"""Calls in a new thread. A cancelled caller and an exiting process do not wait for their end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from pensieve.conversations.threads import in_new_thread
 
 
-def test_aside_returns_the_result_or_raises_the_error() -> None:
+def test_in_new_thread_returns_the_result_or_raises_the_error() -> None:
     async def scenario() -> None:
         assert await in_new_thread(divmod, 7, 2) == (3, 1)
         assert (await in_new_thread(threading.current_thread)) is not threading.current_thread()
@@ -37,7 +37,7 @@ def test_a_result_after_the_caller_was_cancelled_is_ignored() -> None:
     asyncio.run(scenario())
 
 
-def test_a_process_exits_while_an_aside_call_still_runs() -> None:
+def test_a_process_exits_while_a_call_in_a_new_thread_still_runs() -> None:
     code = """
 import asyncio, time
 from pensieve.conversations.threads import in_new_thread

@@ -51,7 +51,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-def failing(rig: DaemonRig) -> bool:
+def is_failing(rig: DaemonRig) -> bool:
     more = rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats.more
     assert more["backup_age_seconds"] >= 0
     return bool(more["backup_failing"])
@@ -116,11 +116,11 @@ def test_a_full_backup_disk_is_reported_and_does_not_stop_turns_or_deletions(
     with monkeypatch.context() as patch:
         patch.setattr(backup, "new_file", full)
         rig.ask("pot", "several pages " * 1000)
-        wait_for(lambda: failing(rig))
+        wait_for(lambda: is_failing(rig))
         rig.ask("tea", "a secret")
         rig.ask("cup", "hello")
         delete(rig, "tea")
-    wait_for(lambda: not failing(rig))
+    wait_for(lambda: not is_failing(rig))
     lines = [
         record.getMessage() for record in caplog.records if "the backup is" in record.getMessage()
     ]
@@ -154,7 +154,7 @@ def test_an_unresponsive_backup_folder_does_not_block_turns_deletions_or_shutdow
         rig.ask("tea", "more")
         delete(rig, "tea")
         assert not has_ended.is_set()
-        wait_for(lambda: failing(rig))
+        wait_for(lambda: is_failing(rig))
     assert not has_ended.is_set()
     answers.set()
 

@@ -29,7 +29,7 @@ SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
-    """A daemon with such a long grace period that it ends no turn."""
+    """A daemon with a grace period so long that no turn is given up."""
     config = DaemonConfig(grace_seconds=3600)
     with DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.005")) as rig:
         yield rig

@@ -35,7 +35,7 @@ def misbehave(kind: str, address: str, count: int) -> subprocess.Popen[str]:
     )
 
 
-async def healthy(address: str, name: str) -> list[float]:
+async def run_healthy(address: str, name: str) -> list[float]:
     """Run fifty streams, which must all be complete. Return the gaps between their messages."""
     gaps: list[float] = []
 
@@ -79,7 +79,7 @@ def test_healthy_streams_are_complete_despite_abandoned_stalled_and_slow_streams
     )
     address = process.start()
     with Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0)) as admin:
-        alone = asyncio.run(healthy(address, "alone"))
+        alone = asyncio.run(run_healthy(address, "alone"))
         stalled = misbehave("stall", address, 100)
         assert stalled.stdout is not None
         assert stalled.stdout.readline() == "begun\n"
@@ -88,14 +88,14 @@ def test_healthy_streams_are_complete_despite_abandoned_stalled_and_slow_streams
         assert slow.stdout is not None
         assert slow.stdout.readline() == "begun\n"
         abandoned = misbehave("abandon", address, NUM_ABANDONED)
-        beside = asyncio.run(healthy(address, "beside"))
+        beside = asyncio.run(run_healthy(address, "beside"))
         abandoned.wait(300)
         wait_for(lambda: admin.stats().turns_running <= 100)  # only the slow readers are left
         during = admin.stats()
         slow.kill()
         killed = time.perf_counter()
         wait_for(lambda: admin.stats().turns_running == 0)
-        print(f"{time.perf_counter() - killed:.2f} s until the last turns were given back")
+        print(f"{time.perf_counter() - killed:.2f} s until the last turns had ended")
         stalled.kill()
         p99 = [gaps[int(len(gaps) * 0.99)] for gaps in (alone, beside)]
         print(

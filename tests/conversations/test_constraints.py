@@ -142,7 +142,7 @@ def test_every_reply_matches_its_constraint_under_memory_pressure(
 
 
 def test_a_constrained_turn_restarted_after_a_crash_has_the_same_reply(tmp_path: Path) -> None:
-    """The process ends during a reply. The next process gets each request twice: before and after a reply."""
+    """The process ends during replies. The next process gets each request twice, and replays the second."""
     wanted = ConstrainedTurns(3, seed=3)
     with started(MODEL_PATH, tmp_path / "whole") as runtime:
         finish(runtime, whole := wanted.send_all(runtime))
@@ -202,11 +202,11 @@ def test_a_checked_constraint_is_not_compiled_again(monkeypatch: pytest.MonkeyPa
     compiled = []
     compile_once = Grammars.compile
 
-    def counted(self: Grammars, kind: str, text: str) -> Any:
+    def record_compile(self: Grammars, kind: str, text: str) -> Any:
         compiled.append(text)
         return compile_once(self, kind, text)
 
-    monkeypatch.setattr(Grammars, "compile", counted)
+    monkeypatch.setattr(Grammars, "compile", record_compile)
     constraints = ConstraintChecker(Tokenizer.load(MODEL_PATH))
     options = TurnOptions(constraint=Constraint(Kind.REGEX, "a+"))
     assert not constraints.knows(options)

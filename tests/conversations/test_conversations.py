@@ -81,7 +81,7 @@ def test_a_draft_cannot_begin_on_a_recreated_conversation(runtime: Runtime) -> N
 def test_a_turn_that_ends_during_its_lookup_is_restarted_by_the_next_draft(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lookup finds the turn running, but it ends meanwhile. Then the next draft must begin it again."""
+    """The lookup finds the turn running, but the turn then ends. The next draft must begin the turn again."""
     conversations, store = runtime.conversations, runtime.store
     conversations.create("ends")
     wanted = TurnRequest(
@@ -89,7 +89,7 @@ def test_a_turn_that_ends_during_its_lookup_is_restarted_by_the_next_draft(
     )
     draft = conversations.draft(wanted)
     assert isinstance(draft, Draft)
-    first = begun(conversations.history.begin(draft, draft.prompt())).turn
+    first = as_started_turn(conversations.history.begin(draft, draft.prompt())).turn
     look_up = store.look_up
 
     def look_before_it_ends(*given: Any, **named: Any) -> Any:
@@ -105,12 +105,12 @@ def test_a_turn_that_ends_during_its_lookup_is_restarted_by_the_next_draft(
     assert store.get_turn(first.turn_id).state is StoredTurnState.INTERRUPTED
     again = conversations.draft(wanted)
     assert isinstance(again, Draft)
-    third = begun(conversations.history.begin(again, again.prompt())).turn
+    third = as_started_turn(conversations.history.begin(again, again.prompt())).turn
     assert (third.turn_id, third.attempts) == (first.turn_id, 3)
     store.interrupt_turn(first.turn_id)
 
 
-def begun(found: object) -> StartedTurn:
+def as_started_turn(found: object) -> StartedTurn:
     assert isinstance(found, StartedTurn)
     return found
 

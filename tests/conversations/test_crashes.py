@@ -1,4 +1,4 @@
-"""Under load through the SDK: kill -9 of the daemon and of its engine at random moments, and a full disk.
+"""Under load through the SDK, kill the daemon and its engine at random moments, and fill the disk.
 
 Every acknowledged turn must be in the history once, in order, as it was delivered. Every other turn is there
 once (the SDK retried it), or not at all. Every sampled token must follow from the history before it.

@@ -54,7 +54,7 @@ def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> Str
     return rig.ask(name, text, sampling=SHORT)
 
 
-def warm_now(rig: DaemonRig, prefix_id: str = "rules") -> Callable[[], bool]:
+def warm_check(rig: DaemonRig, prefix_id: str = "rules") -> Callable[[], bool]:
     """Return a function that says whether all KV of a prefix is on the device."""
 
     def look() -> bool:
@@ -97,14 +97,14 @@ def test_a_conversation_begins_with_the_messages_of_its_prefix(rig: DaemonRig) -
 def test_a_declared_prefix_has_the_same_tokens_as_messages_sent_in_a_turn(rig: DaemonRig) -> None:
     with rig:
         declare(rig)
-        under = begin(rig, "under", "And now? ")
+        under_prefix = begin(rig, "under", "And now? ")
         create(rig, "alone", "", system_prompt=RULES)
         messages = [*SHOTS, pb.NewMessage(content="And now? ")]
         request = pb.SendMessageRequest(conversation_id="alone", messages=messages, sampling=SHORT)
         for event in rig.stub.SendMessage(request):
             last = event
         assert log_of(rig, "alone") == log_of(rig, "under")
-        assert last.completed.usage.prompt_tokens == under.completed.usage.prompt_tokens
+        assert last.completed.usage.prompt_tokens == under_prefix.completed.usage.prompt_tokens
         rig.ask("under", "So?", sampling=SHORT)
         rig.ask("alone", "So?", sampling=SHORT)
         assert log_of(rig, "alone") == log_of(rig, "under")
@@ -159,7 +159,7 @@ def test_the_first_conversation_shares_a_prefix_that_is_kept_warm(
 ) -> None:
     with rig:
         num_tokens = declare(rig, keep_warm=True, messages=shots).num_tokens
-        wait_for(warm_now(rig))
+        wait_for(warm_check(rig))
         usage = begin(rig, "first", "Is it late?").completed.usage
         assert (usage.shared_tokens, usage.shared_from) == (num_tokens, "prefix:rules")
 
@@ -170,22 +170,22 @@ def test_an_evicted_prefix_with_keep_warm_is_warmed_again(tmp_path: Path) -> Non
         declare(rig, keep_warm=True)
         declare(rig, "cold")
         for _ in range(2):
-            wait_for(warm_now(rig))
+            wait_for(warm_check(rig))
             evict = admin_pb2.EvictConversationRequest(conversation_id="prefix:rules")
             rig.admin.EvictConversation(evict)
-        wait_for(warm_now(rig))
-        assert not warm_now(rig, "cold")()
+        wait_for(warm_check(rig))
+        assert not warm_check(rig, "cold")()
 
 
 def test_a_restarted_engine_warms_the_prefixes_that_are_kept_warm(rig: DaemonRig) -> None:
     with rig:
         num_tokens = declare(rig, keep_warm=True).num_tokens
         create(rig, "before")
-        wait_for(warm_now(rig))
+        wait_for(warm_check(rig))
         before = rig.daemon.engine.num_restarts
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts > before and rig.daemon.serving)
-        wait_for(warm_now(rig))
+        wait_for(warm_check(rig))
         usage = rig.ask("before", "Is it late?", sampling=SHORT).completed.usage
         assert usage.shared_tokens == num_tokens
 
@@ -197,7 +197,7 @@ def test_a_conversation_without_kv_shares_its_warm_prefix_again(rig: DaemonRig) 
         before = rig.daemon.engine.num_restarts
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts > before and rig.daemon.serving)
-        wait_for(warm_now(rig))
+        wait_for(warm_check(rig))
         usage = rig.ask("c", "And now?", sampling=SHORT).completed.usage
         assert usage.shared_from == "prefix:rules"
         assert usage.device_tokens == usage.shared_tokens > 100
@@ -234,7 +234,7 @@ def test_a_redeclared_prefix_is_not_shared_with_conversations_under_the_old_pref
         alone = begin(rig, "alone", "Is it late?").token_ids
         rig.stub.DeletePrefix(pb.DeletePrefixRequest(prefix_id="rules"))
         declare(rig, system_prompt=RULES.replace("guess", "argue"), keep_warm=True)
-        wait_for(warm_now(rig))
+        wait_for(warm_check(rig))
         said = rig.ask("old", "Is it late?", sampling=SHORT)
         assert said.token_ids == alone
         assert begin(rig, "new", "Is it late?").completed.usage.shared_from == "prefix:rules"
@@ -329,8 +329,8 @@ def test_prefixes_belong_to_their_tenant_and_are_limited(tmp_path: Path) -> None
             for each in rig.admin.ListTenants(admin_pb2.ListTenantsRequest()).tenants
         }
         assert (tenants["a"], tenants["b"]) == (2, 1)
-        every = rig.admin.ListTenantPrefixes(admin_pb2.ListTenantPrefixesRequest()).prefixes
-        assert [(each.tenant, each.prefix.prefix_id) for each in every] == [
+        all_prefixes = rig.admin.ListTenantPrefixes(admin_pb2.ListTenantPrefixesRequest()).prefixes
+        assert [(each.tenant, each.prefix.prefix_id) for each in all_prefixes] == [
             *(("a", "q"), ("b", "p"), ("a", "r"))
         ]
         rig.admin.DeleteTenantPrefix(admin_pb2.DeleteTenantPrefixRequest(prefix_id="q", tenant="a"))

@@ -35,7 +35,7 @@ def num_descriptors(pid: int) -> int:
 
 
 @pytest.mark.executed  # inspecting a process of the fork server would need a descriptor
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process")
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs resource.prlimit")
 def test_the_engine_restarts_although_connections_use_all_descriptors(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data")
     address = process.start()
@@ -62,15 +62,15 @@ def test_the_engine_restarts_once_descriptors_are_available_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
-        pair, num_tries = socket.socketpair, []
+        pair, tries = socket.socketpair, []
 
         def refuse() -> tuple[socket.socket, socket.socket]:
-            num_tries.append(1)
+            tries.append(1)
             raise OSError(24, "Too many open files")
 
         monkeypatch.setattr(socket, "socketpair", refuse)
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
-        wait_for(lambda: len(num_tries) >= 3)
+        wait_for(lambda: len(tries) >= 3)
         monkeypatch.setattr(socket, "socketpair", pair)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
@@ -105,8 +105,8 @@ def test_messages_that_wait_for_a_stopped_engine_are_limited(tmp_path: Path) -> 
                     return int(vars(engine)["_writer"].transport.get_write_buffer_size())
             raise AssertionError("the number of messages is not limited")
 
-        num_unsent = rig.call(fill())
-        assert 0 < num_unsent <= UNSENT_BYTES_MAX + (2 << 20)
+        num_unsent_bytes = rig.call(fill())
+        assert 0 < num_unsent_bytes <= UNSENT_BYTES_MAX + (2 << 20)
         with pytest.raises(grpc.RpcError) as caught:
             rig.ask("c", "again", sampling=SHORT, seconds=30)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -185,11 +185,11 @@ def test_long_texts_are_tokenized_outside_the_store_thread(
     for name in ("opening", "delta", "tokens_after_head"):
         original = getattr(ChatTemplate, name)
 
-        def noted(*arguments: Any, original: Any = original) -> Any:
+        def note(*arguments: Any, original: Any = original) -> Any:
             tokenized_by.append(threading.current_thread().name)
             return original(*arguments)
 
-        monkeypatch.setattr(ChatTemplate, name, noted)
+        monkeypatch.setattr(ChatTemplate, name, note)
     long = "word " * (rig.daemon.config.short_characters // 4)
     request = pb.CreateConversationRequest(conversation_id="c", system_prompt=long)
     rig.stub.CreateConversation(request)
@@ -256,7 +256,7 @@ def test_a_turn_overtakes_the_queued_jobs_of_a_flooding_tenant(rig: DaemonRig) -
     history = rig.daemon.conversations._history
     begin = history.begin_if_short
 
-    def noted(*arguments: Any) -> Any:
+    def note(*arguments: Any) -> Any:
         before.append(done[threading.get_ident()])
         return begin(*arguments)
 
@@ -266,7 +266,7 @@ def test_a_turn_overtakes_the_queued_jobs_of_a_flooding_tenant(rig: DaemonRig) -
                 job = lane.run("noisy", lambda: done.update([threading.get_ident()]))
                 rig.daemon.threads.spawn(job)
 
-    history.begin_if_short = noted  # type: ignore[method-assign, assignment]
+    history.begin_if_short = note  # type: ignore[method-assign, assignment]
     with blocked_store(rig):
         rig.call(flood())
         stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))

@@ -47,14 +47,14 @@ def test_the_usage_message_has_a_field_for_every_usage_figure() -> None:
     assert usage_figures(Usage()).keys() <= fields
 
 
-def service(rig: DaemonRig) -> Any:
+def service_stats(rig: DaemonRig) -> Any:
     return rig.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=60).stats.service
 
 
 def test_a_blocked_event_loop_is_reported_for_a_minute(rig: DaemonRig) -> None:
     wait_for(lambda: rig.server._loop_lag.quantiles().most < 0.3)
     rig._loop.call_soon_threadsafe(time.sleep, 0.6)
-    wait_for(lambda: service(rig).loop_lag_max_seconds >= 0.4)
+    wait_for(lambda: service_stats(rig).loop_lag_max_seconds >= 0.4)
     lag = LoopLag()
     for tenth in range(1200):
         lag.add(tenth / 10, 5.0 if tenth == 100 else tenth % 100 / 1000)
@@ -70,30 +70,30 @@ def test_quantiles_are_measured_values() -> None:
 
 
 def test_jobs_waiting_for_the_store_are_counted_with_the_oldest_age(rig: DaemonRig) -> None:
-    wait_for(lambda: service(rig).store_jobs == 0)
-    assert service(rig).store_oldest_seconds == 0.0
+    wait_for(lambda: service_stats(rig).store_jobs == 0)
+    assert service_stats(rig).store_oldest_seconds == 0.0
     gate = threading.Event()
     jobs: list[Any] = [rig.daemon.threads.in_store(tenant, gate.wait) for tenant in ("", "", "a")]
     for job in jobs:
         rig._loop.call_soon_threadsafe(rig.daemon.threads.spawn, job)
-    wait_for(lambda: service(rig).store_jobs == 3)
-    before = service(rig).store_oldest_seconds
-    wait_for(lambda: service(rig).store_oldest_seconds > before)
+    wait_for(lambda: service_stats(rig).store_jobs == 3)
+    before = service_stats(rig).store_oldest_seconds
+    wait_for(lambda: service_stats(rig).store_oldest_seconds > before)
     gate.set()
-    wait_for(lambda: service(rig).store_jobs == 0)
+    wait_for(lambda: service_stats(rig).store_jobs == 0)
 
 
 def test_commits_and_the_size_of_the_write_ahead_log_are_measured(
     rig: DaemonRig,
 ) -> None:
-    before = service(rig)
+    before = service_stats(rig)
     rig.ask("c", "hello", sampling=SHORT)
-    after = service(rig)
+    after = service_stats(rig)
     assert after.commits >= before.commits + 2
     assert 0 < after.commit_p50_seconds <= after.commit_p99_seconds <= after.commit_max_seconds
     assert after.journal_bytes > before.journal_bytes
     rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c"))
-    assert service(rig).journal_bytes == 0, "a deletion empties the write-ahead log"
+    assert service_stats(rig).journal_bytes == 0, "a deletion empties the write-ahead log"
 
 
 def test_the_commit_time_excludes_earlier_statements(
@@ -118,7 +118,7 @@ def test_the_commit_time_excludes_earlier_statements(
 
 
 def test_failed_calls_are_counted_by_reason(rig: DaemonRig) -> None:
-    assert not service(rig).refusals
+    assert not service_stats(rig).refusals
     with pytest.raises(grpc.RpcError):
         rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="no"))
     running = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=500, ignore_eos=True))
@@ -127,11 +127,11 @@ def test_failed_calls_are_counted_by_reason(rig: DaemonRig) -> None:
         with pytest.raises(grpc.RpcError):
             rig.ask("d", "hello")
     running.cancel()
-    assert dict(service(rig).refusals) == {"NOT_FOUND": 1, "QUEUE_FULL.turns_max": 2}
+    assert dict(service_stats(rig).refusals) == {"NOT_FOUND": 1, "QUEUE_FULL.turns_max": 2}
 
 
 def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
-    first = service(rig)
+    first = service_stats(rig)
     channels = [
         grpc.insecure_channel(rig.server.address, [("grpc.use_local_subchannel_pool", 1)])
         for _ in range(5)
@@ -140,7 +140,7 @@ def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
         grpc.channel_ready_future(channel).result(60)
     running = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=500, ignore_eos=True))
     next(iter(running))
-    found = service(rig)
+    found = service_stats(rig)
     assert found.calls == first.calls + 1
     assert found.connections_max == 512
     assert found.connections >= first.connections + 5, (
@@ -149,8 +149,8 @@ def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
     running.cancel()
     for channel in channels:
         channel.close()
-    wait_for(lambda: service(rig).connections <= first.connections + 1)
-    wait_for(lambda: service(rig).calls == first.calls)
+    wait_for(lambda: service_stats(rig).connections <= first.connections + 1)
+    wait_for(lambda: service_stats(rig).calls == first.calls)
 
 
 def test_stats_show_pending_erasure_lost_audit_lines_and_the_heartbeat(
@@ -158,20 +158,20 @@ def test_stats_show_pending_erasure_lost_audit_lines_and_the_heartbeat(
 ) -> None:
     """Text that is not erased yet, an audit log that cannot be written, and the engine's heartbeat."""
     rig.ask("c", "hello", sampling=SHORT)
-    assert service(rig).HasField("heartbeat_age_seconds")
-    assert not service(rig).erasure_pending
+    assert service_stats(rig).HasField("heartbeat_age_seconds")
+    assert not service_stats(rig).erasure_pending
     reader = connection.open_read_only(tmp_path / "data" / "conversations.db")
     reader.execute("BEGIN")
     reader.execute("SELECT count(*) FROM conversations").fetchall()
     deleting = rig.stub.DeleteConversation.future(pb.DeleteConversationRequest(conversation_id="c"))
-    wait_for(lambda: service(rig).erasure_pending)
+    wait_for(lambda: service_stats(rig).erasure_pending)
     reader.execute("ROLLBACK")
     reader.close()
     deleting.result(60)
-    wait_for(lambda: not service(rig).erasure_pending)
+    wait_for(lambda: not service_stats(rig).erasure_pending)
     (tmp_path / "audit.jsonl").unlink()
     (tmp_path / "audit.jsonl").mkdir()
-    wait_for(lambda: service(rig).audit_lines_lost >= 2)
+    wait_for(lambda: service_stats(rig).audit_lines_lost >= 2)
     with pytest.raises(grpc.RpcError):
         rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="no"))
     assert main(["admin", "stats", "--data", str(tmp_path / "data")]) == 0
@@ -197,9 +197,9 @@ def test_a_client_that_disconnects_during_a_write_is_not_counted_as_an_error(
         raise cygrpc.ExecuteBatchError("Failed 'send_message'")
 
     monkeypatch.setattr(CountedContext, "write", fails)
-    before = dict(service(rig).refusals)
+    before = dict(service_stats(rig).refusals)
     with pytest.raises(grpc.RpcError) as caught:
         list(rig.send("left", "hello"))
     assert caught.value.code() is grpc.StatusCode.CANCELLED
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert dict(service(rig).refusals) == before
+    assert dict(service_stats(rig).refusals) == before

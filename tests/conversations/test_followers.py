@@ -106,11 +106,11 @@ def test_the_grace_period_restarts_when_a_reader_leaves() -> None:
     assert rig.given_up == [rig.live]
 
 
-@pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
-def test_clients_that_reconnect_after_a_blocked_event_loop_find_their_turn(begun: float) -> None:
+@pytest.mark.parametrize("elapsed", [0.0, 0.5, 0.93, 0.999])
+def test_clients_that_reconnect_after_a_blocked_event_loop_find_their_turn(elapsed: float) -> None:
     rig = FollowersRig()
     rig.followers.start_grace(rig.live)
-    rig.loop.run(begun * GRACE_SECONDS)
+    rig.loop.run(elapsed * GRACE_SECONDS)
     rig.loop.now += 1.2 * GRACE_SECONDS
     rig.loop.run(0.08 * GRACE_SECONDS)  # a reader needs some rounds to attach
     assert rig.given_up == []

@@ -13,9 +13,9 @@ import pytest
 from pensieve.conversations import housekeeping
 from pensieve.errors import DiskFull, StoreUnavailable
 from pensieve.store import ConversationStore
-from pensieve.store.connection import pensieve_error as sqlite_explained
+from pensieve.store.connection import pensieve_error as sqlite_error
 from pensieve.store.folder import RESERVE_NAME
-from pensieve.store.postgres.connection import pensieve_error as postgres_explained
+from pensieve.store.postgres.connection import pensieve_error as postgres_error
 from pensieve.store.sqlite_backend import Reserve
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
@@ -47,16 +47,16 @@ class FullWithoutReserve(FaultyDriver):
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[HttpRig]:
-    with http_rig(tmp_path / "data") as door:
-        yield door
+def server(tmp_path: Path) -> Iterator[HttpRig]:
+    with http_rig(tmp_path / "data") as server:
+        yield server
 
 
 @pytest.fixture
-def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def fill(server: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that makes the disk full or not full."""
     monkeypatch.setattr(housekeeping, "FULL_DISK_CHECK_SECONDS", 0.01)
-    store: Any = door.rig.daemon.store
+    store: Any = server.rig.daemon.store
     writer = store._writer
     faults = FullWithoutReserve(writer.driver, store.folder.path / RESERVE_NAME)
 
@@ -64,7 +64,7 @@ def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Non
         writer.driver = faults
         writer._discard()
 
-    door.rig.call(door.rig.daemon.threads.in_store("", swap))
+    server.rig.call(server.rig.daemon.threads.in_store("", swap))
     refill = Reserve.refill
     monkeypatch.setattr(Reserve, "refill", lambda reserve: not faults.is_full and refill(reserve))
 
@@ -74,8 +74,8 @@ def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Non
     return fill
 
 
-def is_serving(door: HttpRig) -> bool:
-    check = door.rig.channel.unary_unary(
+def is_serving(server: HttpRig) -> bool:
+    check = server.rig.channel.unary_unary(
         HEALTH,
         request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
         response_deserializer=status_pb2.HealthCheckResponse.FromString,
@@ -85,11 +85,11 @@ def is_serving(door: HttpRig) -> bool:
 
 
 def test_a_full_disk_is_reported_until_space_is_available(
-    door: HttpRig, fill: Callable[[bool], None]
+    server: HttpRig, fill: Callable[[bool], None]
 ) -> None:
-    rig = door.rig
+    rig = server.rig
     rig.ask("c", "hello", sampling=SHORT)
-    assert door.ask("GET", "/health").status == 200
+    assert server.ask("GET", "/health").status == 200
     fill(True)
     for _ in range(2):  # the first call discovers that the disk is full
         with pytest.raises(grpc.RpcError) as refused:
@@ -97,21 +97,21 @@ def test_a_full_disk_is_reported_until_space_is_available(
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "the disk of the history is full" in str(refused.value.details())
         assert details(refused.value)["ErrorInfo"].reason == "DISK_FULL"
-    health = door.ask("GET", "/health")
+    health = server.ask("GET", "/health")
     assert health.status == 503
     assert "the disk of the history is full" in health.error["message"]
-    assert not is_serving(door)
-    chat = door.ask("POST", "/v1/chat/completions", {"model": MODEL, "messages": [user("hello")]})
+    assert not is_serving(server)
+    chat = server.ask("POST", "/v1/chat/completions", {"model": MODEL, "messages": [user("hello")]})
     assert (chat.status, chat.error["code"]) == (507, "disk_full")
-    answer = door.ask(
+    answer = server.ask(
         "POST", "/v1/messages", {"model": MODEL, "max_tokens": 4, "messages": [user("hello")]}
     )
     assert answer.status == 507
     assert "the disk of the history is full" in answer.error["message"]
     assert len(rig.messages("c")) == 2
     fill(False)
-    wait_for(lambda: door.ask("GET", "/health").status == 200)
-    assert is_serving(door)
+    wait_for(lambda: server.ask("GET", "/health").status == 200)
+    assert is_serving(server)
     assert rig.ask("c", "more", sampling=SHORT).completed.revision == 2
 
 
@@ -120,9 +120,9 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_deletions_on_a_full_disk_use_the_reserved_space(
-    door: HttpRig, fill: Callable[[bool], None]
+    server: HttpRig, fill: Callable[[bool], None]
 ) -> None:
-    rig = door.rig
+    rig = server.rig
     reserve = rig.daemon.store.folder.path / RESERVE_NAME
     for name in ("a", "b"):
         rig.ask(name, "hello", sampling=SHORT)
@@ -139,7 +139,7 @@ def test_deletions_on_a_full_disk_use_the_reserved_space(
     assert not rig.stub.ListConversations(pb.ListConversationsRequest()).conversations
     fill(False)
     wait_for(reserve.exists)
-    wait_for(lambda: door.ask("GET", "/health").status == 200)
+    wait_for(lambda: server.ask("GET", "/health").status == 200)
     assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
 
 
@@ -174,13 +174,13 @@ def test_no_reserve_is_written_without_enough_disk_space(tmp_path: Path) -> None
 def test_full_disk_errors_of_sqlite_and_postgres_become_disk_full() -> None:
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = FULL
-    assert isinstance(sqlite_explained(error, Path("/data/conversations.db")), DiskFull)
+    assert isinstance(sqlite_error(error, Path("/data/conversations.db")), DiskFull)
 
     class Failed(Exception):
         sqlstate = "53100"
 
-    assert isinstance(postgres_explained(Failed(), "postgresql://h/d"), DiskFull)
+    assert isinstance(postgres_error(Failed(), "postgresql://h/d"), DiskFull)
     Failed.sqlstate = "53200"
-    other = postgres_explained(Failed(), "postgresql://h/d")
+    other = postgres_error(Failed(), "postgresql://h/d")
     assert isinstance(other, StoreUnavailable)
     assert not isinstance(other, DiskFull)

@@ -1,8 +1,8 @@
 """A conversation moves to another daemon with its KV: the replies are the same, and nothing is recomputed.
 
 Daemon A has run all conversations. B has a copy of A's history, and no KV. Each test uses its own
-conversation. B's reply with KV from A is compared with two others: A's own reply, and B's reply in a fork of
-the conversation, whose KV B recomputes, because its turn has another cache_salt.
+conversation. B's reply with KV from A is compared with two other replies: A's own reply, and B's reply in a
+fork of the conversation. The fork's turn has another cache_salt, so B recomputes all its KV.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class TwoDaemons:
     ) -> PullResult:
         async def pull() -> PullResult:
             options.setdefault("always", True)
-            pulling = KvReceiver(self.b.daemon, fetch or KvFetcher().fetch, **options)
-            return await pulling.pull(address or self.a.server.address, "", name)
+            receiver = KvReceiver(self.b.daemon, fetch or KvFetcher().fetch, **options)
+            return await receiver.pull(address or self.a.server.address, "", name)
 
         pulled = self.b.call(pull())
         assert isinstance(pulled, PullResult)
         return pulled
 
     def check_replies(self, name: str, recomputed: int | None = None) -> None:
-        """Compare three replies (see the module). With `recomputed`, check how many tokens B recomputed."""
+        """Compare the three replies. `recomputed`: the number of tokens that B must have recomputed."""
         text = f"And what did you say of {name}?"
         moved = self.b.ask(name, text, sampling=GREEDY)
         anew = self.b.ask(f"{name}-anew", text, sampling=GREEDY, cache_salt="anew")
@@ -116,7 +116,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoDaemons]:
 
 
 def fetch_with_changes(change: Callable[[int, KvPart], KvPart | None]) -> hand_over.Fetch:
-    """Return a Fetch from A that changes each part on its way. None breaks the connection there."""
+    """Return a Fetch from A that changes each part. If `change` returns None, the connection breaks there."""
 
     async def fetch(address: str, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
         number = 0
@@ -183,12 +183,12 @@ def test_after_a_connection_reset_within_a_part_only_missing_kv_is_recomputed(
     name, proxy = two.next_unused(), Proxy(two.a.server.address)
     monkeypatch.setattr("pensieve.api.grpc.replica.PIECE_BYTES", 4096)
     num_seen = 0
-    view = hand_over._check_identity
+    check_identity = hand_over._check_identity
 
     def reset_then(*arguments: Any) -> None:
         nonlocal num_seen
         num_seen += 1
-        view(*arguments)
+        check_identity(*arguments)
         proxy.freeze()
         proxy.reset()
 
@@ -286,11 +286,11 @@ def test_a_slow_pull_is_stopped_and_keeps_the_received_parts(
     name = two.next_unused()
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
     monkeypatch.setattr(hand_over, "ALWAYS_FETCH_SECONDS", 3.0)
-    arrived = fetch_with_changes(lambda number, part: part)
+    fetch_unchanged = fetch_with_changes(lambda number, part: part)
 
     async def fetch(*arguments: Any) -> Parts:
         number = 0
-        async for each in arrived(*arguments):
+        async for each in fetch_unchanged(*arguments):
             yield each
             number += 1
             if number == 3:
@@ -385,12 +385,12 @@ def test_a_small_host_tier_takes_the_last_chunks_and_the_rest_is_recomputed(
     name = two.next_unused()
     data = copy_of_data(Path(two.a.daemon.store.folder.path), tmp_path / "small")
     with rig(data, host_cache="96t") as small:
-        there = TwoDaemons(two.a, small)
-        pulled = there.pull(name)
-        history = len(there.log_of(name)) - 1
+        pair = TwoDaemons(two.a, small)
+        pulled = pair.pull(name)
+        history = len(pair.log_of(name)) - 1
         assert pulled.tokens == 2 * SIZE + (history - 1) % SIZE + 1
         assert "the host tier is full" in pulled.why_no_more
-        there.check_replies(name, history - pulled.tokens)
+        pair.check_replies(name, history - pulled.tokens)
 
 
 # -- who may fetch KV --

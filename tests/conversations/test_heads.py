@@ -84,7 +84,7 @@ def create(history: History, name: str) -> records.StoredConversation:
     return made
 
 
-def drafted(history: History, name: str, text: str) -> Draft:
+def draft_turn(history: History, name: str, text: str) -> Draft:
     ask = TurnRequest(name, (Message("user", text),), TurnOptions())
     while isinstance(found := history.draft(ask), OutdatedTokens):
         history.renew(found, found.tokens())
@@ -94,7 +94,7 @@ def drafted(history: History, name: str, text: str) -> Draft:
 
 def say(history: History, store: ConversationStore, name: str, text: str) -> None:
     """Run a turn whose reply is one word."""
-    draft = drafted(history, name, text)
+    draft = draft_turn(history, name, text)
     begun = history.begin(draft, draft.prompt())
     reply = records.NewMessage("assistant", "yes", history._template.tokenizer.encode_text("yes"))
     store.finish_turn(begun.turn.turn_id, reply, "length", {})
@@ -117,7 +117,7 @@ def test_a_prefix_may_consist_of_tools_only(store: ConversationStore, family: Fa
         assert declared.conversation.num_tokens > 50
     create(history, "c")
     log = [*store.log("c")]
-    for ids in drafted(history, "c", "Is it far?").prompt():
+    for ids in draft_turn(history, "c", "Is it far?").prompt():
         log += ids
     tools = store.get_conversation("c").tools
     assert tools == (TOOL,)
@@ -135,12 +135,12 @@ def test_a_template_without_a_fixed_head_tokenizes_the_prefix_in_the_first_turn(
     declared = declare(history, system_prompt="Be brief.", messages=SHOTS)
     assert (declared.conversation.num_messages, declared.conversation.num_tokens) == (3, 0)
     create(history, "c")
-    (ids,) = drafted(history, "c", "So?").prompt()
+    (ids,) = draft_turn(history, "c", "So?").prompt()
     before = [Message("system", "Be brief."), *SHOTS]
     assert ids == opening_tokens(template, [*before, Message("user", "So?")], TemplateSetting())
     say(history, store, "c", "So?")
     store.rewind_conversation("c", 0)
-    assert drafted(history, "c", "So?").prompt() == [ids]
+    assert draft_turn(history, "c", "So?").prompt() == [ids]
 
 
 @pytest.mark.parametrize("shots", [(), SHOTS])
@@ -162,11 +162,11 @@ def test_a_prefix_and_its_conversations_are_tokenized_again_for_another_template
     assert [*store.log("new")] == head.token_ids
     for name in ("new", "silent"):
         log = [*store.log(name)] if name == "new" else head.token_ids
-        for ids in drafted(again, name, "So?").prompt():
+        for ids in draft_turn(again, name, "So?").prompt():
             log = [*log, *ids]
         assert log == opening_tokens(other, [*first, Message("user", "So?")], TemplateSetting())
         assert [*store.log(name)] == head.token_ids
-    drafted(again, "said", "And now?")  # this tokenizes the conversation again
+    draft_turn(again, "said", "And now?")  # this tokenizes the conversation again
     asked = opening_tokens(other, [*first, Message("user", "Is it far?")], TemplateSetting())
     yes = other.tokenizer.encode_text("yes")
     assert [*store.log("said")] == [*asked, *yes] != qwen
@@ -202,11 +202,11 @@ def test_heads_are_tokenized_once_and_the_least_recent_is_evicted(
     heads, made = PromptHeads(template, 4000), []
     original = ChatTemplate.head
 
-    def counted(self: ChatTemplate, messages: Any, setting: TemplateSetting) -> Any:
+    def record_call(self: ChatTemplate, messages: Any, setting: TemplateSetting) -> Any:
         made.append(messages)
         return original(self, messages, setting)
 
-    monkeypatch.setattr(ChatTemplate, "head", counted)
+    monkeypatch.setattr(ChatTemplate, "head", record_call)
     monkeypatch.setattr("pensieve.conversations.heads.HEADS_MAX", 2)
     prompts = [[Message("system", f"Be brief {number}.")] for number in range(3)]
     for each in (prompts[0], prompts[0], prompts[1], prompts[0]):
@@ -253,7 +253,7 @@ def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> 
     history.declared.begin_with_history(settings, tokens, 0.0)
     say(history, store, "c", "And now?")
     other = history_of(store, template_of(LLAMA_3))
-    draft = drafted(other, "c", "And then?")
+    draft = draft_turn(other, "c", "And then?")
     assert draft.conversation.fingerprint == other._fingerprint
     log = list(store.log("c"))
     first = [message_of(each) for each in store.messages("c")[:4]]

@@ -137,11 +137,11 @@ def test_a_killed_engine_that_does_not_exit_is_logged_and_waited_for(
         process = rig.daemon.engine._process
         assert process is not None
         wait = process.wait
-        killed: list[Any] = []
+        waits: list[Any] = []
 
         def does_not_end(timeout: float | None = None) -> int:
-            if len(killed) < 4:  # the first call asks how the process ended
-                killed.append(1)
+            if len(waits) < 4:  # the first call asks how the process ended
+                waits.append(1)
                 raise subprocess.TimeoutExpired("engine", timeout or 0.0)
             return int(wait(timeout))
 
@@ -276,7 +276,7 @@ def test_a_turn_whose_log_cannot_be_read_ends_with_an_internal_error(
 
 
 def test_the_last_messages_of_an_engine_with_unread_input_are_received() -> None:
-    """Unread data makes the engine's close a reset. Without care, earlier frames are lost with it."""
+    """Unread data makes the engine's close a reset. The reset must not discard earlier frames."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()

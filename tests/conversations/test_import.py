@@ -63,7 +63,7 @@ def test_concurrent_imports_of_long_histories_are_exported_unchanged(
 
     with ThreadPoolExecutor(NUM_IMPORTS) as threads:
         assert list(threads.map(load, files)) == [0] * NUM_IMPORTS
-    assert load(files[0]) != 0  # it exists already
+    assert load(files[0]) != 0  # the conversation exists already
     capsys.readouterr()
     for number in range(NUM_IMPORTS):
         assert main(["conversations", "export", f"c{number}", *place]) == 0

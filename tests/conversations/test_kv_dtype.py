@@ -27,7 +27,7 @@ from tests.text.families import QWEN_2_5
 
 pytestmark = pytest.mark.skipif(
     compiled_library() is None,
-    reason="results of torch's products depend on the other rows of the batch",
+    reason="without compiled kernels, a result depends on the other rows of its batch",
 )
 FIRED = (
     *("chunks_swapped_out", "chunks_swapped_in", "chunks_dropped", "chunks_copied_on_write"),
@@ -46,9 +46,11 @@ class Int8KvReference(Reference):
         memory = KVMemory(self.loaded.shape, -(-length // 32), 0, 32)
         pages = array("i", range(memory.device_pages))
         batch = Batch.from_slices([Slice(0, 0, length, array("I", log), pages, True)], 32)
-        every = torch.arange(length)
+        all_positions = torch.arange(length)
         forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
-        return self.loaded.flat.logits(batch.input_ids, batch.positions, every, forward_pass)
+        return self.loaded.flat.logits(
+            batch.input_ids, batch.positions, all_positions, forward_pass
+        )
 
 
 @pytest.mark.parametrize("policy", ["return", "lru"])
@@ -72,9 +74,9 @@ def test_every_int8_reply_under_pressure_equals_a_single_pass_over_its_log(
         reference = Int8KvReference(folder)
         counts = [reference.wrong_tokens(runtime, name) for name in crowd.names]
     assert not [name for name in FIRED if not total[name]], f"never happened: {dict(total)}"
-    sampled, wrong, near = (sum(column) for column in zip(*counts, strict=True))
+    sampled, wrong, ties = (sum(column) for column in zip(*counts, strict=True))
     assert sampled > 700
-    assert (wrong, near) == (0, 0)
+    assert (wrong, ties) == (0, 0)
 
 
 def test_replies_with_small_int8_caches_equal_replies_with_large_caches(

@@ -35,7 +35,7 @@ def test_fp8_replies_under_pressure_equal_replies_without_pressure(tmp_path: Pat
     folder = write_model(tmp_path / "model", QWEN_2_5)
     shape = {"chunk_tokens": "32", "kv_dtype": "fp8"}
     with started(folder, tmp_path / "room", device_cache="4000t", **shape) as runtime:
-        right = replies(runtime, 1)
+        expected = replies(runtime, 1)
         assert not figures(runtime)["chunks_reclaimed"]
     tiny = {"device_cache": "640t", "host_cache": "320t"}
     with started(folder, tmp_path / "pressure", **tiny, **shape) as runtime:
@@ -43,4 +43,4 @@ def test_fp8_replies_under_pressure_equal_replies_without_pressure(tmp_path: Pat
         now = figures(runtime)
     for name in ("chunks_swapped_out", "chunks_swapped_in", "chunks_dropped", "recomputed_tokens"):
         assert now[name] > 0, f"{name} never happened"
-    assert found == right
+    assert found == expected

@@ -34,9 +34,9 @@ def test_jobs_of_a_conversation_run_in_order_in_one_thread() -> None:
 def test_a_blocked_job_delays_only_its_lane_and_the_store_health_check() -> None:
     async def main() -> None:
         threads = Threads(asyncio.get_running_loop(), 1, num_lanes=NUM_LANES)
-        goes_on, done = threading.Event(), list[str]()
-        held = asyncio.ensure_future(threads.in_store("a", goes_on.wait, lane=NAMES[0]))
-        behind = asyncio.ensure_future(threads.in_store("a", done.append, "x", lane=NAMES[0]))
+        release, done = threading.Event(), list[str]()
+        blocked = asyncio.ensure_future(threads.in_store("a", release.wait, lane=NAMES[0]))
+        queued = asyncio.ensure_future(threads.in_store("a", done.append, "x", lane=NAMES[0]))
         answers = [
             asyncio.ensure_future(threads.in_store("a", done.append, name, lane=name))
             for name in NAMES[1:]
@@ -47,9 +47,9 @@ def test_a_blocked_job_delays_only_its_lane_and_the_store_health_check() -> None
         assert threads.store_waiting.oldest_seconds > 0
         health = asyncio.ensure_future(threads.wait_for_store())
         await asyncio.sleep(0.01)
-        assert not any(each.done() for each in (health, behind))
-        goes_on.set()
-        await asyncio.gather(held, behind, health, *answers)
+        assert not any(each.done() for each in (health, queued))
+        release.set()
+        await asyncio.gather(blocked, queued, health, *answers)
         assert sorted(done) == sorted(["x", *NAMES[1:]])
         await threads.close()
 

@@ -47,7 +47,7 @@ TEXTS = {"a": ("Oslo rain fine", "and today"), "b": ("weather", "Grüße 日本 
 
 
 def covering_array(options: Mapping[str, Sequence[str]], seed: int) -> list[Row]:
-    """Return rows that contain every pair of values. Each is the random row with the most new pairs."""
+    """Return rows that contain every pair of values. Each row has the most new pairs of 200 random rows."""
     choose = random.Random(seed)
     missing = {
         frozenset(((one, value), (other, another)))
@@ -137,11 +137,11 @@ def reference(model: Path) -> Reference:
 
 def test_the_covering_array_contains_every_pair() -> None:
     rows = covering_array(OPTIONS, 0)
-    held = set().union(*(pairs_of(row) for row in rows))
+    covered = set().union(*(pairs_of(row) for row in rows))
     for one, other in itertools.combinations(OPTIONS, 2):
         for value in OPTIONS[one]:
             for another in OPTIONS[other]:
-                assert frozenset(((one, value), (other, another))) in held
+                assert frozenset(((one, value), (other, another))) in covered
     assert len(rows) < 30
 
 
@@ -159,7 +159,7 @@ def test_every_pair_of_settings_gives_right_replies(
 def test_two_ranks_give_right_replies_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """Three starts cover each value once. Rounded weights are only for one rank."""
+    """Three starts cover each value once. Rounded weights need a single rank."""
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
     row |= {"weights": "native", "tensor_parallel": "2", "turns_max": "12"}
     result = run_with(model, tmp_path / "data", row)

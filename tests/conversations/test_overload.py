@@ -1,4 +1,4 @@
-"""Ten times the possible load: throughput stays, and refused turns are told when to retry."""
+"""Ten times the load that can be served: throughput stays, and a refusal has a retry time."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ def test_ten_times_the_load_does_not_slow_accepted_turns(tmp_path: Path) -> None
     pid = process.process.pid
     with Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}") as admin:
 
-        def measured(
-            turns_per_second: float | None, seconds: float
-        ) -> tuple[dict[str, Any], float]:
+        def measure(turns_per_second: float | None, seconds: float) -> tuple[dict[str, Any], float]:
             """Run this load. Return its outcome, and the tokens per iteration."""
             before = admin.stats()
             outcome = asyncio.run(load(address, turns_per_second, seconds))
@@ -103,9 +101,9 @@ def test_ten_times_the_load_does_not_slow_accepted_turns(tmp_path: Path) -> None
             num_iterations = after.iterations - before.iterations
             return outcome, (after.output_tokens - before.output_tokens) / num_iterations
 
-        peak, peak_goodput = measured(None, 4)
+        peak, peak_goodput = measure(None, 4)
         before = rss_bytes(pid)
-        over, over_goodput = measured(10 * peak["turns_per_second"], 6)
+        over, over_goodput = measure(10 * peak["turns_per_second"], 6)
         grown = rss_bytes(pid) / before
         print(
             f"goodput {over['tokens_per_second'] / peak['tokens_per_second']:.0%} of "

@@ -75,10 +75,10 @@ def test_a_short_turn_needs_two_jobs_of_the_store_thread(
         jobs: list[str] = []
         in_store = rig.daemon.threads.in_store
 
-        async def counted(tenant: str, function: Any, *arguments: Any, **named: Any) -> Any:
+        async def record_job(tenant: str, function: Any, *arguments: Any, **named: Any) -> Any:
             jobs.append(function.__name__)
             return await in_store(tenant, function, *arguments, **named)
 
-        monkeypatch.setattr(rig.daemon.threads, "in_store", counted)
+        monkeypatch.setattr(rig.daemon.threads, "in_store", record_job)
         rig.ask("c", "and now?", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
         assert len(jobs) == 2

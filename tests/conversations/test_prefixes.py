@@ -39,7 +39,7 @@ def test_a_conversation_under_a_known_prefix_computes_only_its_own_tokens(rig: D
 
 
 def test_sharing_a_prefix_does_not_change_replies(rig: DaemonRig) -> None:
-    """Compare a conversation alone with the same conversation beside one that shares its prefix."""
+    """Compare a conversation alone with the same conversation beside a conversation of the same prefix."""
     with rig:
         alone = begin(rig, "alone", "Is it cold?", "")
         begin(rig, "first", "Is it raining?")

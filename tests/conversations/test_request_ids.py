@@ -60,7 +60,7 @@ def store_jobs(rig: DaemonRig) -> int:
 def test_a_request_id_can_be_reused_while_its_turn_ends_in_a_deleted_conversation(
     tmp_path: Path,
 ) -> None:
-    """Before the fix, the first turn's end removed the entry of the second, whose end stopped the service."""
+    """If the first turn's end removed the second turn's entry, the second end would stop the service."""
 
     def say(rig: DaemonRig, words: str) -> Any:
         return rig.ask("c", words, request_id="r", sampling=pb.Sampling(max_tokens=20))
@@ -86,7 +86,7 @@ def test_a_request_id_can_be_reused_while_its_turn_ends_in_a_deleted_conversatio
 
 
 def test_a_repeated_request_waits_for_the_first_call(tmp_path: Path) -> None:
-    """Before the fix, a turn whose text was being tokenized blocked its own client's retry."""
+    """A turn whose text is being tokenized must not block its own client's retry."""
     with TokensRig(tmp_path, {"a": {"turns_max": 1}}) as rig, ThreadPoolExecutor(2) as pool:
         request = pb.SendMessageRequest(
             conversation_id="c", request_id="r", create_if_missing=True, sampling=SHORT
@@ -113,7 +113,7 @@ def test_lookups_of_one_tenant_do_not_use_up_another_tenants_limit(tmp_path: Pat
         running = [rig.begin(tenant, "long") for tenant in limits]
         with busy(rig, "in_store", "a"):
             for number in range(20):
-                pool.submit(_refused, rig, number)
+                pool.submit(_send_refused, rig, number)
             lookups = rig.daemon.conversations._num_lookups
             wait_for(lambda: lookups["a"] == 16)
             again = pool.submit(
@@ -133,7 +133,7 @@ def _again() -> pb.SendMessageRequest:
     return request
 
 
-def _refused(rig: TokensRig, number: int) -> None:
+def _send_refused(rig: TokensRig, number: int) -> None:
     request = pb.SendMessageRequest(conversation_id="long", request_id=f"r{number}")
     request.messages.add(content="hello")
     try:
@@ -174,11 +174,12 @@ def test_a_turn_that_already_runs_here_is_not_started_a_second_time(
         if not is_seen:
             monkeypatch.setattr(daemon.store, "look_up", look_before)
 
-        async def found(ask: TurnRequest) -> list[LiveTurn | None]:
+        async def begin_and_find(request: TurnRequest) -> list[LiveTurn | None]:
             conversations = daemon.conversations
-            return [await conversations.begin(ask), await conversations.find_turn_of_retry(ask)]
+            live = await conversations.begin(request)
+            return [live, await conversations.find_turn_of_retry(request)]
 
-        assert rig.call(found(live.request)) == [live, live]
+        assert rig.call(begin_and_find(live.request)) == [live, live]
         assert rig.num_live == 1
         assert read_turn(stream).completed.revision == 1
 

@@ -1,4 +1,4 @@
-"""A daemon finds damage in a conversation that was not read for long, and then refuses changes."""
+"""A daemon finds damage in a conversation that nothing has read for a long time. It then refuses changes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SLOW = choice_of(("yes", "no"))
 
 
 class Gate:
-    """Grammars of the engine compile only while it is open. The service's own compile at once."""
+    """The engine's grammars compile only while the gate is open. The service does not wait for the gate."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -91,7 +91,7 @@ def test_other_turns_continue_with_the_same_replies_while_a_constraint_compiles(
 def test_running_constrained_turns_continue_while_other_constraints_compile(
     gate: Gate, tmp_path: Path
 ) -> None:
-    """Masks are made by other threads than those that compile."""
+    """The threads that make masks are not the threads that compile."""
     gate.is_open.set()
     with started(MODEL_PATH, tmp_path / "data") as runtime:
         held = send(runtime, "held", sampling=HELD, constraint=choice_of(("it is so", "it is not")))

@@ -70,11 +70,11 @@ def test_a_slow_watcher_is_kept_and_no_stats_are_collected_until_it_reads(tmp_pa
         asked: list[None] = []
         stats = rig.server.admin._stats
 
-        async def noted() -> apb.Stats:
+        async def note() -> apb.Stats:
             asked.append(None)
             return await stats()
 
-        rig.server.admin._stats = noted  # type: ignore[method-assign]
+        rig.server.admin._stats = note  # type: ignore[method-assign]
         stream = peer.call(WATCH)
         peer.message(stream, apb.WatchStatsRequest(interval_seconds=0.1).SerializeToString())
         for number in range(1, 4):

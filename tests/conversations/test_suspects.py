@@ -37,7 +37,7 @@ def test_a_turn_that_kills_the_engine_fails_after_three_deaths(seed: int, tmp_pa
                 assert rig.daemon.engine.num_restarts <= deaths
             reply = client.conversation("other").ask("hello", max_tokens=4, ignore_eos=True)
             assert len(reply.token_ids) == 4
-        # A failing engine may still receive the retried turn, and count as killed by it when it ends.
+        # A failing engine may still receive the retried turn. Its end then counts as caused by this turn.
         assert rig.daemon.engine.num_restarts in ((6,) if seed == POISON else (5, 6))
 
 
@@ -79,19 +79,21 @@ def test_a_turn_that_arrives_after_the_engine_failed_is_not_suspect(tmp_path: Pa
     """The engine has ended its turns and reads no more, but the daemon has not noticed its end yet."""
     slow = (*ECHO, "--seconds=0.02")
     with DaemonRig(tmp_path / "data", program=slow) as rig, Client(rig.server.address) as client:
-        turns = []  # keep references, because a turn without one is left
-        for name in ("had", "came"):
+        turns = []  # keep references: a turn to which nothing refers is abandoned
+        for name in ("first", "second"):
             turns.append(client.conversation(name).send("hello", max_tokens=500, ignore_eos=True))
             next(turns[-1])
 
         async def fail() -> None:
-            had, came = rig.daemon.conversations.turns.all_live()
+            first, second = rig.daemon.conversations.turns.all_live()
             failed = FinishReason.FAILED
-            end = TurnEnded(had.attempt_id, had.conversation_id, failed, Usage(), "ENGINE_FAILED")
+            end = TurnEnded(
+                first.attempt_id, first.conversation_id, failed, Usage(), "ENGINE_FAILED"
+            )
             rig.daemon._on_events([end])
             rig.daemon._on_down("it has failed")
-            assert set(rig.daemon.conversations.turns.suspects._records) == {had.turn_id}
-            assert came.phase is TurnPhase.GIVING_UP
+            assert set(rig.daemon.conversations.turns.suspects._records) == {first.turn_id}
+            assert second.phase is TurnPhase.GIVING_UP
 
         rig.call(fail())
         turns.append(client.conversation("later").send("hello", max_tokens=500, ignore_eos=True))
@@ -100,7 +102,7 @@ def test_a_turn_that_arrives_after_the_engine_failed_is_not_suspect(tmp_path: Pa
         async def die() -> None:
             later = rig.daemon.conversations.turns.of_conversation("later")
             assert later is not None
-            rig.daemon._on_down("another one has died")
+            rig.daemon._on_down("another engine has died")
             assert later.turn_id in rig.daemon.conversations.turns.suspects._records
 
         rig.call(die())

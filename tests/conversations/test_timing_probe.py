@@ -1,9 +1,9 @@
 """What a tenant could learn about others from the cost of its calls: that a text was used, or an id exists.
 
 An attacker who guesses can tell right guesses from wrong ones only if their work or time differs. The measure
-is the area under the ROC curve: 0.5 is a coin, 1 is certainty. The suite compares the work, which decides the
-time and is the same on every machine. Nightly runs (`PENSIEVE_TEST_SCALE` above 1) also compare seconds. In
-each case the attacker also guesses within its own tenant, where it may and must see a difference.
+is the area under the ROC curve: 0.5 is a random guess, 1 is certainty. The suite compares the work, which
+decides the time and is the same on every machine. Nightly runs (`PENSIEVE_TEST_SCALE` above 1) also compare
+seconds. In each case the attacker also guesses within its own tenant, where it may and must see a difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.conversations.rig_daemon import ECHO, DaemonRig
 from tests.scale import SCALE
 
 AUC_MAX = 0.55
-SLOW = {"token_budget": "16"}  # so that the time to first token shows how many were computed
+SLOW = {"token_budget": "16"}  # so that the time to first token shows how many tokens were computed
 WORDS = ("rain", "Oslo", "fine", "today", "word", "sign", "seven", "green", "house", "river")
 Probe = Callable[[Client, str, str], float]  # client, text, prefix id -> cost
 
@@ -124,7 +124,7 @@ def test_a_right_guess_of_another_tenants_text_costs_the_same_work(tmp_path: Pat
         assert guess(victim, used, unused, work).auc > 0.95, "its own prefixes are reused"
 
 
-@pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
+@pytest.mark.skipif(SCALE == 1, reason="seconds are compared only in nightly runs")
 @pytest.mark.timeout(3600)
 def test_a_right_guess_of_another_tenants_text_takes_the_same_time(tmp_path: Path) -> None:
     found, own = Costs([], []), Costs([], [])
@@ -146,7 +146,7 @@ def test_a_right_guess_of_another_tenants_text_takes_the_same_time(tmp_path: Pat
     assert own.auc > 0.7
 
 
-@pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
+@pytest.mark.skipif(SCALE == 1, reason="seconds are compared only in nightly runs")
 @pytest.mark.timeout(3600)
 def test_a_lookup_of_another_tenants_id_takes_the_same_time_as_an_unknown_id(
     tmp_path: Path,

@@ -13,7 +13,7 @@ from pensieve.client import Client, Retry
 from pensieve.errors import QueueFull
 from pensieve.v1 import admin_pb2
 from tests.conversations.rig_daemon import ECHO, details, read_turn, wait_for
-from tests.conversations.test_admission import on_the_loop
+from tests.conversations.test_admission import call_on_loop
 from tests.guard.test_tenants import ENDLESS, SHORT, TokensRig
 
 TTFT, SECONDS_PER_ADMISSION = 20.0, 8.0
@@ -32,22 +32,22 @@ def more(rig: TokensRig) -> dict[str, float]:
     return dict(rig.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=60).stats.more)
 
 
-def flooded(rig: TokensRig) -> list[Any]:
-    """One turn of a tenant runs and three wait. The engine has admitted a turn every 8 s."""
+def flood(rig: TokensRig) -> list[Any]:
+    """Let one turn of a tenant run and three wait, as if the engine admitted a turn every 8 s."""
     calls = [rig.begin("noisy", f"n{i}", ENDLESS, request_id=f"r{i}") for i in range(4)]
     turns = rig.daemon.conversations.turns
-    wait_for(lambda: on_the_loop(rig, lambda: turns.num_waiting) == 3)
+    wait_for(lambda: call_on_loop(rig, lambda: turns.num_waiting) == 3)
 
     def admit_late() -> None:
         future = rig._loop.time() + 8 * SECONDS_PER_ADMISSION
         rig.daemon.admission.turn_admitted(0.0, future)
 
-    on_the_loop(rig, admit_late)
+    call_on_loop(rig, admit_late)
     return calls
 
 
 def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
-    calls = flooded(rig)
+    calls = flood(rig)
     with pytest.raises(grpc.RpcError) as error:
         read_turn(rig.begin("noisy", "n9", SHORT))
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -68,7 +68,7 @@ def test_only_the_flooding_tenant_is_refused(rig: TokensRig) -> None:
 
 
 def test_a_retry_attaches_to_its_waiting_turn_and_is_not_refused(rig: TokensRig) -> None:
-    calls = flooded(rig)
+    calls = flood(rig)
     again = rig.begin("noisy", "n3", ENDLESS, request_id="r3")
     assert more(rig)["refused_for_ttft"] == 0
     assert more(rig)["queue_wait_seconds"] == 0.0, "the wait of a new tenant"
@@ -77,7 +77,7 @@ def test_a_retry_attaches_to_its_waiting_turn_and_is_not_refused(rig: TokensRig)
 
 
 def test_the_sdk_error_has_the_retry_time(rig: TokensRig) -> None:
-    calls = flooded(rig)
+    calls = flood(rig)
     token = rig.secrets["noisy"]
     with (
         Client(rig.server.address, token=token, retry=Retry(retries=0)) as client,
@@ -109,4 +109,4 @@ def test_an_ended_turn_does_not_count_as_ahead(rig: TokensRig, leaves: bool) -> 
     else:
         read_turn(call)
     wait_for(lambda: rig.num_live == 0)
-    assert not on_the_loop(rig, rig.daemon.conversations.turns.without_token)
+    assert not call_on_loop(rig, rig.daemon.conversations.turns.without_token)

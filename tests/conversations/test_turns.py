@@ -42,7 +42,7 @@ def turns(tokenizer: Tokenizer) -> Turns:
     return Turns(tokenizer, ENGINE_SINCE)
 
 
-def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> StartedTurn:
+def started_turn(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> StartedTurn:
     """Return a turn with three new tokens after a log of ten."""
     turn = stored_turn(
         turn_id, conversation_id=f"c{turn_id}", tenant=tenant, request_id=f"r{turn_id}"
@@ -54,7 +54,7 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Start
     return StartedTurn(turn, ask, submit, 2, tokens, changed_at, False)
 
 
-def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:
+def turn_ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:
     return TurnEnded(live.attempt_id, live.conversation_id, finish, Usage(recomputed_tokens=4))
 
 
@@ -87,7 +87,7 @@ class EndsRig:
 
 
 def test_a_submitted_turn_has_the_position_of_its_tokens(turns: Turns) -> None:
-    live, submit = turns.begin(begun(1, tenant="acme"), NOW)
+    live, submit = turns.begin(started_turn(1, tenant="acme"), NOW)
     assert (submit.attempt_id, submit.conversation_id) == (live.attempt_id, "acme/c1")
     assert (submit.first_position, submit.history_tokens) == (10, 10)
     assert array("I", submit.tokens) == array("I", [5, 6, 7])
@@ -97,14 +97,14 @@ def test_a_submitted_turn_has_the_position_of_its_tokens(turns: Turns) -> None:
 
 
 def test_a_cancelled_turn_keeps_earlier_tokens_and_ignores_later_ones(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1), NOW)
+    live, _ = turns.begin(started_turn(1), NOW)
     rig = EndsRig(turns)
     turns.take(SampledToken(live.attempt_id, 8, "a"))
     rig.ends.stop(live)
     rig.ends.stop(live)
     assert rig.sent == [CancelTurn(live.attempt_id, 14)]  # 10 + 3 + 1 tokens
     turns.take(SampledToken(live.attempt_id, 9, "b"))
-    rig.ends.engine_ended(ended(live))
+    rig.ends.engine_ended(turn_ended(live))
     (reply,) = rig.replies
     assert (reply.token_ids, reply.text) == ((8,), "a")
     assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
@@ -115,7 +115,7 @@ def test_a_cancelled_turn_keeps_earlier_tokens_and_ignores_later_ones(turns: Tur
 
 
 def test_a_second_cancellation_may_keep_fewer_tokens(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1), NOW)
+    live, _ = turns.begin(started_turn(1), NOW)
     rig = EndsRig(turns)
     for number, text in enumerate("abcd"):
         turns.take(SampledToken(live.attempt_id, number, text))
@@ -124,14 +124,14 @@ def test_a_second_cancellation_may_keep_fewer_tokens(turns: Turns) -> None:
     assert (live.num_tokens, live.text) == (2, "ab")
     rig.ends.stop(live, 3)
     assert rig.sent == [CancelTurn(live.attempt_id, 17)]  # all four tokens of the reply
-    rig.ends.engine_ended(ended(live, FinishReason.STOP))
+    rig.ends.engine_ended(turn_ended(live, FinishReason.STOP))
     (reply,) = rig.replies
     assert (reply.token_ids, reply.text) == ((0, 1), "ab")
     assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
 
 
 def test_a_cancellation_that_keeps_nothing_gives_up_the_turn(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1), NOW)
+    live, _ = turns.begin(started_turn(1), NOW)
     rig = EndsRig(turns)
     turns.take(SampledToken(live.attempt_id, 8, "a"))
     rig.ends.stop(live, 0)
@@ -142,8 +142,8 @@ def test_a_cancellation_that_keeps_nothing_gives_up_the_turn(turns: Turns) -> No
 
 
 def test_the_first_end_of_a_turn_wins(turns: Turns) -> None:
-    committing, _ = turns.begin(begun(1), NOW)
-    giving_up, _ = turns.begin(begun(2), NOW)
+    committing, _ = turns.begin(started_turn(1), NOW)
+    giving_up, _ = turns.begin(started_turn(2), NOW)
     rig = EndsRig(turns)
 
     def while_committing() -> None:
@@ -153,11 +153,11 @@ def test_the_first_end_of_a_turn_wins(turns: Turns) -> None:
         assert rig.sent == []
 
     rig.in_store = while_committing
-    rig.ends.engine_ended(ended(committing))
+    rig.ends.engine_ended(turn_ended(committing))
     assert committing.finish is FinishReason.LENGTH
 
     def while_giving_up() -> None:
-        rig.ends.engine_ended(ended(giving_up))
+        rig.ends.engine_ended(turn_ended(giving_up))
         rig.ends.stop(giving_up)
         assert turns.take(SampledToken(giving_up.attempt_id, 8, "a")) is giving_up
         assert giving_up.phase is TurnPhase.GIVING_UP
@@ -172,20 +172,20 @@ def test_the_first_end_of_a_turn_wins(turns: Turns) -> None:
 
 
 def test_a_turn_interrupted_by_the_store_is_not_written_again(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1), NOW)
+    live, _ = turns.begin(started_turn(1), NOW)
     rig = EndsRig(turns)
     rig.ends.give_up(live, is_interrupted=True)
     assert (live.finish, rig.interrupted) == (FinishReason.CANCELLED, [])
 
 
 def test_engine_events_of_an_ended_attempt_are_ignored(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1), NOW)
+    live, _ = turns.begin(started_turn(1), NOW)
     rig = EndsRig(turns)
     rig.ends.give_up(live)
-    again, submit = turns.begin(begun(1), NOW)
+    again, submit = turns.begin(started_turn(1), NOW)
     assert submit.attempt_id != live.attempt_id
     assert turns.take(SampledToken(live.attempt_id, 8, "a")) is None
-    rig.ends.engine_ended(ended(live))
+    rig.ends.engine_ended(turn_ended(live))
     assert rig.replies == []
     assert again.num_tokens == 0
 
@@ -194,9 +194,9 @@ def test_engine_events_of_an_ended_attempt_are_ignored(turns: Turns) -> None:
 def test_the_reply_has_the_reason_for_recomputing(
     turns: Turns, changed_at: float, reason: str
 ) -> None:
-    live, _ = turns.begin(begun(1, changed_at=changed_at), NOW)
+    live, _ = turns.begin(started_turn(1, changed_at=changed_at), NOW)
     rig = EndsRig(turns)
-    rig.ends.engine_ended(ended(live))
+    rig.ends.engine_ended(turn_ended(live))
     assert rig.replies[0].figures["recompute_reason"] == reason
 
 

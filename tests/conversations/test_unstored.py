@@ -74,7 +74,7 @@ def begin(rig: DaemonRig, *arguments: Any, **named: Any) -> LiveTurn:
 
 
 async def _take(tokens: ReplyTokens) -> None:
-    """Read nothing itself, but count as a reader."""
+    """Ignore the tokens. The caller still counts as a reader."""
 
 
 def follow(rig: DaemonRig, live: LiveTurn) -> LiveTurn:
@@ -151,7 +151,7 @@ def test_the_next_prompt_reuses_the_whole_chunks_of_the_previous_turn(rig: Daemo
     assert second.figures["prompt_tokens"] == len(again)
     assert second.figures["recomputed_tokens"] == 0
     assert second.reply.token_ids == expected(again, 5)
-    (kept,) = cached(rig)  # the second has all chunks of the first
+    (kept,) = cached(rig)  # the second turn has all chunks of the first turn
     assert kept.conversation_id == str(second.attempt_id)
     assert kept.device_tokens == (len(again) + 4) // 32 * 32
     assert rig.call(rig.daemon.check()) == []
@@ -254,11 +254,11 @@ def test_many_growing_chats_have_the_same_replies_as_each_alone(slow: DaemonRig)
         daemon, num_cached = slow.daemon, 0
         for turn in range(5):
             live = await daemon.begin_unstored(chat, options(rng.randint(1, 70)))
-            what = rng.random()
-            if what < 0.2:
+            roll = rng.random()
+            if roll < 0.2:
                 await asyncio.sleep(0.02)
                 daemon.conversations.ends.stop(live, rng.randint(1, 9))
-            elif what < 0.3:
+            elif roll < 0.3:
                 await asyncio.sleep(0.02)
                 daemon.conversations.ends.give_up(live)
                 await daemon.conversations.followers.until_ended(live)
@@ -439,11 +439,11 @@ def test_no_conversation_id_of_a_client_reaches_an_unstored_turn(slow: DaemonRig
 def test_a_turn_that_the_engine_does_not_accept_leaves_nothing_behind(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put: list[Any] = []
+    messages: list[Any] = []
 
     async def refuse() -> None:
         def full(message: Any) -> None:
-            put.append(message)
+            messages.append(message)
             raise Unavailable("the engine takes no messages at present")
 
         monkeypatch.setattr(rig.daemon.engine, "put", full)
@@ -454,7 +454,7 @@ def test_a_turn_that_the_engine_does_not_accept_leaves_nothing_behind(
             monkeypatch.undo()
 
     rig.call(refuse())
-    assert len(put) == 1
-    assert not any(isinstance(each, CancelTurn | DeleteConversation) for each in put)
+    assert len(messages) == 1
+    assert not any(isinstance(each, CancelTurn | DeleteConversation) for each in messages)
     assert rig.num_live == 0
     assert run(rig, PROMPT, options(2)).finish is FinishReason.LENGTH

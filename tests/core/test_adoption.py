@@ -13,21 +13,21 @@ from pensieve.core.adoption import Adoption
 from tests.core.world import ScriptedWorld
 
 
-def moved(world: ScriptedWorld, name: str, num_tokens: int) -> None:
-    """Make a conversation with a known log, none of whose KV is in this engine."""
+def add_without_kv(world: ScriptedWorld, name: str, num_tokens: int) -> None:
+    """Add a conversation with a known log and without KV in this engine."""
     world.logs[name] = list(range(num_tokens))
     world.commits[name] = [0, num_tokens]
 
 
-def adopted_chunks(world: ScriptedWorld, name: str, first: int, slots: list[int]) -> list[int]:
-    """Adopt chunks and return the indexes of those that were taken."""
+def adopt_chunks(world: ScriptedWorld, name: str, first: int, slots: list[int]) -> list[int]:
+    """Adopt chunks. Return the indexes of the chunks that were accepted."""
     return [each.chunk_index for each in world.adopt(name, first, slots)]
 
 
 def test_a_turn_behind_adopted_chunks_recomputes_nothing() -> None:
     world = ScriptedWorld(8, 8)
-    moved(world, "a", 11)
-    assert adopted_chunks(world, "a", 0, [4, 4, 2]) == [2, 1, 0]
+    add_without_kv(world, "a", 11)
+    assert adopt_chunks(world, "a", 0, [4, 4, 2]) == [2, 1, 0]
     assert world.where("a") == "hhh"
     turn = world.say("a", 3)
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (10, 0)
@@ -36,9 +36,9 @@ def test_a_turn_behind_adopted_chunks_recomputes_nothing() -> None:
 
 def test_parts_are_adopted_from_the_end_and_missing_chunks_are_holes() -> None:
     world = ScriptedWorld(12, 8)
-    moved(world, "a", 17)
-    assert adopted_chunks(world, "a", 3, [4]) == [3]
-    assert adopted_chunks(world, "a", 1, [4, 4]) == [2, 1]
+    add_without_kv(world, "a", 17)
+    assert adopt_chunks(world, "a", 3, [4]) == [3]
+    assert adopt_chunks(world, "a", 1, [4, 4]) == [2, 1]
     assert world.where("a") == "-hhh"
     turn = world.say("a", 2)
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (12, 4)
@@ -46,8 +46,8 @@ def test_parts_are_adopted_from_the_end_and_missing_chunks_are_holes() -> None:
 
 def test_a_damaged_chunk_becomes_a_hole_between_adopted_chunks() -> None:
     world = ScriptedWorld(12, 8)
-    moved(world, "a", 17)
-    assert adopted_chunks(world, "a", 0, [4, 0, 4, 4]) == [3, 2, 0]
+    add_without_kv(world, "a", 17)
+    assert adopt_chunks(world, "a", 0, [4, 0, 4, 4]) == [3, 2, 0]
     assert world.where("a") == "h-hh"
     turn = world.say("a", 2)
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (12, 4)
@@ -55,18 +55,18 @@ def test_a_damaged_chunk_becomes_a_hole_between_adopted_chunks() -> None:
 
 def test_a_small_host_tier_adopts_only_the_last_chunks() -> None:
     world = ScriptedWorld(12, 2)
-    moved(world, "a", 17)
-    assert adopted_chunks(world, "a", 0, [4, 4, 4, 4]) == [3, 2]
+    add_without_kv(world, "a", 17)
+    assert adopt_chunks(world, "a", 0, [4, 4, 4, 4]) == [3, 2]
     assert world.where("a") == "--hh"
-    assert adopted_chunks(world, "a", 0, [4, 4]) == []  # they would evict later chunks
+    assert adopt_chunks(world, "a", 0, [4, 4]) == []  # they would evict later chunks
     turn = world.say("a", 2)
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (8, 8)
 
 
 def test_without_a_host_tier_no_chunk_is_adopted() -> None:
     world = ScriptedWorld(8, 0)
-    moved(world, "a", 9)
-    assert adopted_chunks(world, "a", 0, [4, 4]) == []
+    add_without_kv(world, "a", 9)
+    assert adopt_chunks(world, "a", 0, [4, 4]) == []
     assert "a" not in world.cache.conversations
     assert world.say("a", 2).usage.recomputed_tokens == 8
 
@@ -76,15 +76,13 @@ def test_adopted_chunks_evict_only_less_valuable_chunks() -> None:
     world.say("old", 8)
     world.cache.move_to_host("old", world.now)
     world.run_until_idle()
-    moved(world, "young", 9)
+    add_without_kv(world, "young", 9)
     world.wait(30.0)
-    assert adopted_chunks(world, "young", 0, [4, 4]) == [1, 0]
+    assert adopt_chunks(world, "young", 0, [4, 4]) == [1, 0]
     assert world.where("young") == "hh"
     assert "old" not in world.cache.conversations
-    moved(world, "twin", 9)
-    assert (
-        adopted_chunks(world, "twin", 0, [4, 4]) == []
-    )  # as old as the chunks that it would evict
+    add_without_kv(world, "twin", 9)
+    assert adopt_chunks(world, "twin", 0, [4, 4]) == []  # as old as the chunks that it would evict
 
 
 def test_adoption_takes_no_host_pages_of_a_running_turn() -> None:
@@ -94,15 +92,15 @@ def test_adoption_takes_no_host_pages_of_a_running_turn() -> None:
     world.wait(30.0)
     running = world.ask("busy", 1, 3)
     world.next()
-    moved(world, "a", 9)
-    assert adopted_chunks(world, "a", 0, [4, 4]) == []
+    add_without_kv(world, "a", 9)
+    assert adopt_chunks(world, "a", 0, [4, 4]) == []
     assert running.finish is None
     world.until_ended(running)
 
 
 def test_a_conversation_with_a_running_turn_adopts_no_chunks() -> None:
     world = ScriptedWorld(12, 8)
-    moved(world, "a", 9)
+    add_without_kv(world, "a", 9)
     running = world.ask("a", 2, 4)
     world.next()
     assert Adoption(world.cache).adopt("a", array("I", world.logs["a"]), 0, [4, 4], world.now) == []
@@ -111,20 +109,20 @@ def test_a_conversation_with_a_running_turn_adopts_no_chunks() -> None:
 
 def test_chunks_already_in_the_cache_are_not_adopted_again() -> None:
     world = ScriptedWorld(12, 8)
-    moved(world, "a", 13)
-    assert adopted_chunks(world, "a", 1, [4, 4]) == [2, 1]
+    add_without_kv(world, "a", 13)
+    assert adopt_chunks(world, "a", 1, [4, 4]) == [2, 1]
     before = world.cache.locations("a")
-    assert adopted_chunks(world, "a", 1, [4, 4]) == []
+    assert adopt_chunks(world, "a", 1, [4, 4]) == []
     assert world.cache.locations("a") == before
-    assert adopted_chunks(world, "a", 0, [4, 4, 4]) == [0]
+    assert adopt_chunks(world, "a", 0, [4, 4, 4]) == [0]
 
 
 def test_adopted_chunks_are_shared_by_forks_and_evicted_like_others() -> None:
     world = ScriptedWorld(12, 8)
-    moved(world, "a", 13)
-    adopted_chunks(world, "a", 2, [4])
+    add_without_kv(world, "a", 13)
+    adopt_chunks(world, "a", 2, [4])
     world.fork_at("a", 10, "b")
-    assert adopted_chunks(world, "a", 0, [4, 4]) == [1, 0]
+    assert adopt_chunks(world, "a", 0, [4, 4]) == [1, 0]
     assert (world.where("a"), world.where("b")) == ("hhh", "hhh")
     assert world.say("b", 2).usage.recomputed_tokens == 0
     assert world.say("a", 2).usage.recomputed_tokens == 0
@@ -136,5 +134,5 @@ def test_adopted_chunks_are_shared_by_forks_and_evicted_like_others() -> None:
 @pytest.mark.parametrize("copy_share", [0.5, 2.0])
 def test_chunks_that_are_faster_to_recompute_are_not_adopted(copy_share: float) -> None:
     world = ScriptedWorld(12, 8, policy="return", copy_share=copy_share)
-    moved(world, "a", 9)
-    assert adopted_chunks(world, "a", 0, [4, 4]) == ([1, 0] if copy_share < 1 else [])
+    add_without_kv(world, "a", 9)
+    assert adopt_chunks(world, "a", 0, [4, 4]) == ([1, 0] if copy_share < 1 else [])

@@ -17,29 +17,29 @@ DEAR: dict[str, Any] = {"batch_tokens_max": 256, "token_seconds": 0.001, "turns_
 CHEAP = {**DEAR, "token_seconds": 0.00001}
 
 
-def job(world: ScriptedWorld, number: int, num_prompt: int = 8, num_reply: int = 40) -> None:
+def start_job(world: ScriptedWorld, number: int, num_prompt: int = 8, num_reply: int = 40) -> None:
     for index in range(number):
         world.ask(f"job {index}", num_prompt, num_reply, background=True, share="~batch")
 
 
-def num_of_job(world: ScriptedWorld) -> int:
+def num_job_tokens(world: ScriptedWorld) -> int:
     """Return the job's tokens in the last iteration."""
     return sum(stop - start for name, start, stop in world.slices() if name.startswith("job"))
 
 
 def test_a_job_alone_has_the_whole_machine() -> None:
     world = ScriptedWorld(400, 0, **DEAR)
-    job(world, 20, num_prompt=20)
+    start_job(world, 20, num_prompt=20)
     world.next()
-    assert num_of_job(world) == 256
+    assert num_job_tokens(world) == 256
 
 
 def test_a_job_pauses_while_a_prompt_is_computed() -> None:
     world = ScriptedWorld(400, 0, **DEAR)
-    job(world, 4)
+    start_job(world, 4)
     world.next()
     world.next()
-    assert num_of_job(world) == 4
+    assert num_job_tokens(world) == 4
     world.ask("person", 300, 1)
     world.next()
     assert [name for name, _, _ in world.slices()] == ["person"]
@@ -52,11 +52,11 @@ def test_a_job_pauses_for_a_prompt_while_other_turns_generate() -> None:
     world = ScriptedWorld(900, 0, **{**CHEAP, "batch_tokens_max": 64})
     world.ask("generating", 4, 300)
     world.next()
-    job(world, 20, num_prompt=30, num_reply=200)
+    start_job(world, 20, num_prompt=30, num_reply=200)
     taken = []
     for _ in range(60):
         world.next()
-        taken.append(num_of_job(world))
+        taken.append(num_job_tokens(world))
     assert max(taken) >= 5
     person = world.ask("person", 150, 2)
     while not person.num_output_tokens:
@@ -65,13 +65,13 @@ def test_a_job_pauses_for_a_prompt_while_other_turns_generate() -> None:
     taken.clear()
     for _ in range(4):
         world.next()
-        taken.append(num_of_job(world))
+        taken.append(num_job_tokens(world))
     assert max(taken) >= 5
 
 
 def test_an_interactive_turn_runs_before_an_earlier_job() -> None:
     world = ScriptedWorld(400, 0, **DEAR)
-    job(world, 3, num_prompt=200)
+    start_job(world, 3, num_prompt=200)
     world.ask("person", 4, 1)
     world.next()
     assert world.slices()[0] == ("person", 0, 4)
@@ -81,27 +81,27 @@ def test_with_expensive_tokens_a_job_waits_until_no_turn_generates() -> None:
     world = ScriptedWorld(400, 0, **DEAR)
     person = world.ask("person", 4, 600)
     world.next()
-    job(world, 8)
+    start_job(world, 8)
     taken = []
     while person.finish is None:
         world.next()
-        taken.append(num_of_job(world))
+        taken.append(num_job_tokens(world))
     assert max(taken) == 1
     assert sum(taken) <= 4  # a job token is tried now and then, to measure its cost
     world.next()
-    assert num_of_job(world) >= 8
+    assert num_job_tokens(world) >= 8
 
 
 def test_with_cheap_tokens_a_job_grows_beside_generating_turns() -> None:
     world = ScriptedWorld(400, 0, **CHEAP)
     person = world.ask("person", 4, 200)
     world.next()
-    job(world, 60)
+    start_job(world, 60)
     taken, seconds = [], []
     while person.finish is None:
         before = world.now
         world.next()
-        taken.append(num_of_job(world))
+        taken.append(num_job_tokens(world))
         seconds.append(world.now - before)
     assert max(taken[60:]) > 30
     assert quantiles(seconds, n=100)[98] <= 1.1 * 0.01001
@@ -111,22 +111,22 @@ def test_with_cheap_tokens_a_job_grows_beside_generating_turns() -> None:
 def test_iterations_of_a_lone_job_stay_short_until_quiet_seconds_have_passed() -> None:
     world = ScriptedWorld(900, 0, **DEAR)
     world.say("person", 4, 2)
-    job(world, 6, num_prompt=250, num_reply=2)
+    start_job(world, 6, num_prompt=250, num_reply=2)
     seconds = []
     for _ in range(12):
         before = world.now
         world.next()
         seconds.append(world.now - before)
-    assert num_of_job(world) > TOKENS_MIN
+    assert num_job_tokens(world) > TOKENS_MIN
     assert max(seconds) < 1.2 * SECONDS
     world.wait(QUIET_SECONDS)
     world.next()
-    assert num_of_job(world) == 256
+    assert num_job_tokens(world) == 256
 
 
 def test_a_job_gives_its_pages_to_an_interactive_turn_and_loses_no_tokens() -> None:
     world = ScriptedWorld(24, 60, **DEAR)
-    job(world, 5, num_prompt=15, num_reply=4)
+    start_job(world, 5, num_prompt=15, num_reply=4)
     world.next()
     running = [world.turns[f"job {index}"] for index in range(5)]
     assert all(turn.state is TurnState.RUNNING for turn in running)
@@ -141,7 +141,7 @@ def test_a_job_gives_its_pages_to_an_interactive_turn_and_loses_no_tokens() -> N
 
 def test_a_job_gives_its_place_to_an_interactive_turn() -> None:
     world = ScriptedWorld(400, 0, **{**DEAR, "turns_max": 3})
-    job(world, 5)
+    start_job(world, 5)
     world.next()
     world.ask("person", 4, 2)
     world.next()
@@ -151,7 +151,7 @@ def test_a_job_gives_its_place_to_an_interactive_turn() -> None:
 
 def test_interactive_turns_that_arrive_together_all_replace_jobs_at_once() -> None:
     world = ScriptedWorld(900, 0, **{**CHEAP, "turns_max": 16})
-    job(world, 16, num_reply=200)
+    start_job(world, 16, num_reply=200)
     world.next()
     world.next()
     people = [world.ask(f"person {number}", 4, 2) for number in range(12)]
@@ -164,7 +164,7 @@ def test_interactive_turns_that_arrive_together_all_replace_jobs_at_once() -> No
 def test_small_iterations_do_not_reduce_the_token_budget_of_jobs() -> None:
     world = ScriptedWorld(900, 0, **{**DEAR, "batch_tokens_max": 512})
     world.say("person", 4, 2)
-    job(world, 1, num_prompt=300, num_reply=2)
+    start_job(world, 1, num_prompt=300, num_reply=2)
     world.run_until_idle()
     world.ask("few", 4, 12, background=True, share="~batch")
     for _ in range(10):
@@ -177,7 +177,7 @@ def test_small_iterations_do_not_reduce_the_token_budget_of_jobs() -> None:
 def test_tokens_used_by_jobs_give_no_interactive_share_an_advantage() -> None:
     """A share that starts to wait is treated like the other interactive shares, whatever a job has used."""
     world = ScriptedWorld(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})
-    job(world, 1, num_prompt=4)
+    start_job(world, 1, num_prompt=4)
     world.ask("a", 40, 1, share="a")
     world.ask("b", 4, 1, share="b")
     world.until_ended(world.turns["b"])

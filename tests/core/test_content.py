@@ -242,16 +242,16 @@ def test_repeated_content_is_shared_and_merged() -> None:
     assert sum(each.cache.counters.merged for each in worlds) > 10
 
 
-def without_the_root(patch: pytest.MonkeyPatch) -> None:
+def omit_root(patch: pytest.MonkeyPatch) -> None:
     init = Identities.__init__
     patch.setattr(Identities, "__init__", lambda self, root, *rest: init(self, "", *rest))
 
 
-def short_digests(patch: pytest.MonkeyPatch) -> None:
+def shorten_digests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(identities_module, "IDENTITY_BYTES", 1)
 
 
-def before_the_commit(patch: pytest.MonkeyPatch) -> None:
+def register_before_commit(patch: pytest.MonkeyPatch) -> None:
     complete = IterationBuilder._complete
 
     def early(self: IterationBuilder, turn: Turn, chunk: Chunk) -> None:
@@ -270,7 +270,7 @@ def before_the_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IterationBuilder, "_complete", early)
 
 
-def old_generations(patch: pytest.MonkeyPatch) -> None:
+def register_invalidated(patch: pytest.MonkeyPatch) -> None:
     def register(self: KVCache, turn: Turn) -> None:
         for chunk, _ in turn.completed:
             if chunk.filled == self.config.chunk_tokens:
@@ -281,10 +281,10 @@ def old_generations(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "an identity leaves out the root": without_the_root,
-    "digests are so short that they collide": short_digests,
-    "a chunk is found before its iteration was collected": before_the_commit,
-    "a chunk that was invalidated is registered": old_generations,
+    "an identity leaves out the root": omit_root,
+    "digests are so short that they collide": shorten_digests,
+    "a chunk is found before its iteration was collected": register_before_commit,
+    "a chunk that was invalidated is registered": register_invalidated,
 }
 
 

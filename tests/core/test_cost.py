@@ -87,7 +87,7 @@ def test_a_piece_adds_as_much_work_as_a_slice() -> None:
 
 def test_the_longest_piece_that_fits_is_found() -> None:
     draw = random.Random(1)
-    found_some = 0
+    num_partial = 0
     for _ in range(300):
         start, most = draw.randint(0, 20_000), draw.randint(1, 600)
         seconds = draw.choice((0.0, 0.03, 0.1, 0.4, 2.0)) * draw.random()
@@ -95,5 +95,5 @@ def test_the_longest_piece_that_fits_is_found() -> None:
         lengths = [*range(16, most, 16), most]
         fitting = [each for each in lengths if COST.piece_seconds(start, start + each) <= seconds]
         assert found == max(fitting, default=0)
-        found_some += 0 < found < most
-    assert found_some > 50
+        num_partial += 0 < found < most
+    assert num_partial > 50

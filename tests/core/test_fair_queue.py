@@ -11,7 +11,7 @@ from tests.core.world import ScriptedWorld
 from tests.scale import SCALE
 
 
-def one_by_one() -> ScriptedWorld:
+def sequential_world() -> ScriptedWorld:
     """Return a world that runs one turn at a time, with prompts that fit into an iteration."""
     return ScriptedWorld(64, 0, batch_tokens_max=64, turns_max=1)
 
@@ -23,7 +23,7 @@ def admitted(turns: list[Turn]) -> list[Turn]:
 
 
 def test_a_flood_delays_other_shares_by_at_most_one_turn() -> None:
-    world = one_by_one()
+    world = sequential_world()
     flood = [world.ask(f"flood{i}", 4, 2, share="flood") for i in range(200)]
     for _ in range(30):
         world.next()
@@ -36,7 +36,7 @@ def test_a_flood_delays_other_shares_by_at_most_one_turn() -> None:
 
 def test_a_flood_of_high_priority_does_not_delay_other_shares() -> None:
     """A priority orders only the turns of the same share."""
-    world = one_by_one()
+    world = sequential_world()
     mine = [world.ask(f"mine{i}", 4, 1, share="mine") for i in range(4)]
     flood = [world.ask(f"flood{i}", 4, 1, share="flood", priority=8) for i in range(50)]
     world.until_ended(mine[-1])
@@ -44,7 +44,7 @@ def test_a_flood_of_high_priority_does_not_delay_other_shares() -> None:
 
 
 def test_an_idle_share_saves_up_no_credit() -> None:
-    world = one_by_one()
+    world = sequential_world()
     busy = [world.ask(f"busy{i}", 4, 2, share="busy") for i in range(40)]
     world.until_ended(busy[19])
     late = [world.ask(f"late{i}", 4, 2, share="late") for i in range(20)]
@@ -58,17 +58,17 @@ def test_an_idle_share_saves_up_no_credit() -> None:
 
 
 def test_a_share_is_not_charged_for_use_while_no_other_share_waited() -> None:
-    world = one_by_one()
+    world = sequential_world()
     for number in range(30):
         world.until_ended(world.ask(f"alone{number}", 4, 2, share="alone"))
-    news = [world.ask(f"new{i}", 4, 2, share="new") for i in range(20)]
+    new_turns = [world.ask(f"new{i}", 4, 2, share="new") for i in range(20)]
     world.until_ended(world.ask("mine", 4, 2, share="alone"))
-    assert len(admitted(news)) <= 2
+    assert len(admitted(new_turns)) <= 2
 
 
 def test_equal_shares_alternate_even_if_one_has_queued_many_turns() -> None:
     """A tenant who sends its next turn when its last one has ended gets every second admission."""
-    world = one_by_one()
+    world = sequential_world()
     flood = [world.ask(f"flood{i}", 4, 2, share="flood") for i in range(60)]
     for number in range(10):
         world.until_ended(world.ask(f"mine{number}", 4, 2, share="mine"))
@@ -78,14 +78,14 @@ def test_equal_shares_alternate_even_if_one_has_queued_many_turns() -> None:
 @pytest.mark.parametrize("seed", range(20 * SCALE))
 def test_waiting_shares_are_served_in_proportion_to_their_weights(seed: int) -> None:
     """While all shares wait, they get equal use per weight. The error is about the size of a turn."""
-    drawn = random.Random(seed)
-    turns_max, prompt_max, reply_max = drawn.choice((1, 2, 5)), 20, drawn.choice((1, 10))
-    world = ScriptedWorld(400, 0, batch_tokens_max=drawn.choice((24, 64)), turns_max=turns_max)
-    weights = {name: drawn.choice((0.5, 1.0, 1.0, 4.0)) for name in ("a", "b", "c")}
+    draw = random.Random(seed)
+    turns_max, prompt_max, reply_max = draw.choice((1, 2, 5)), 20, draw.choice((1, 10))
+    world = ScriptedWorld(400, 0, batch_tokens_max=draw.choice((24, 64)), turns_max=turns_max)
+    weights = {name: draw.choice((0.5, 1.0, 1.0, 4.0)) for name in ("a", "b", "c")}
     turns: dict[str, list[Turn]] = {name: [] for name in weights}
     for number in range(60):
-        for name in drawn.sample(list(weights), 3):
-            size, reply = drawn.randint(1, prompt_max), drawn.randint(1, reply_max)
+        for name in draw.sample(list(weights), 3):
+            size, reply = draw.randint(1, prompt_max), draw.randint(1, reply_max)
             turns[name].append(
                 world.ask(f"{name}{number}", size, reply, share=name, weight=weights[name])
             )
@@ -106,7 +106,7 @@ def tokens_of(turns: list[Turn]) -> int:
 
 
 def test_a_changed_weight_applies_from_the_next_turn() -> None:
-    world = one_by_one()
+    world = sequential_world()
     light = [world.ask(f"light{i}", 4, 1, share="a") for i in range(30)]
     heavy = [world.ask(f"heavy{i}", 4, 1, share="b") for i in range(30)]
     world.until_ended(heavy[4])
@@ -118,7 +118,7 @@ def test_a_changed_weight_applies_from_the_next_turn() -> None:
 
 
 def test_a_long_prompt_delays_only_its_own_share() -> None:
-    """Without shares, the long prompt delayed all turns for as many iterations as it took."""
+    """Without shares, the long prompt would delay all turns."""
     world = ScriptedWorld(400, 0, batch_tokens_max=16, turns_max=8)
     long = world.ask("long", 1000, 2, share="noisy")
     for _ in range(10):

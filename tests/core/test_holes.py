@@ -8,7 +8,7 @@ from pensieve.core.turn import Turn
 from tests.core.world import ScriptedWorld
 
 
-def repaired(budget: int = 16) -> tuple[ScriptedWorld, Turn]:
+def world_with_hole(budget: int = 16) -> tuple[ScriptedWorld, Turn]:
     """Return a world and a turn of `a`. The first of the three chunks of `a` is lost."""
     world = ScriptedWorld(16, 0, batch_tokens_max=budget)
     world.say("a", 12)
@@ -20,7 +20,7 @@ def repaired(budget: int = 16) -> tuple[ScriptedWorld, Turn]:
 
 
 def test_a_hole_is_repaired_in_the_same_iteration_as_the_new_tokens() -> None:
-    world, turn = repaired()
+    world, turn = world_with_hole()
     world.next()
     assert world.slices() == [("a", 0, 4), ("a", 12, 16)]
     assert world.scheduler.counters.repaired_ranges_max == 2
@@ -29,7 +29,7 @@ def test_a_hole_is_repaired_in_the_same_iteration_as_the_new_tokens() -> None:
 
 
 def test_with_a_small_budget_holes_are_repaired_before_the_new_tokens() -> None:
-    world, _ = repaired(budget=3)
+    world, _ = world_with_hole(budget=3)
     seen = []
     for _ in range(3):
         world.next()

@@ -1,4 +1,4 @@
-"""The predicted work of a builder equals that of its slices, and a piece may be cut to whole tiles."""
+"""The predicted work of a builder equals the work of its slices, and a piece may be cut to whole tiles."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_the_predicted_work_of_an_iteration_equals_the_work_of_its_slices(
 ) -> None:
     planned, seen = TimeBudget.planned, list[Work]()
 
-    def compared(self: TimeBudget, builder: IterationBuilder, now: float) -> None:
+    def compare(self: TimeBudget, builder: IterationBuilder, now: float) -> None:
         assert builder.work == work_of((piece.start, piece.stop) for piece in builder.slices)
         seen.append(builder.work)
         planned(self, builder, now)
 
-    monkeypatch.setattr(TimeBudget, "planned", compared)
+    monkeypatch.setattr(TimeBudget, "planned", compare)
     world = ScriptedWorld(400, 0, batch_tokens_max=64, token_seconds=0.001, prompt_seconds_max=0.05)
     world.ask("one", 4, 30)
     world.ask("other", 1, 30)

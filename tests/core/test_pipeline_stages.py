@@ -54,14 +54,14 @@ def test_iterations_use_their_part_of_the_limit_and_no_token_exceeds_it(
     """Prompts never end, but every tenth iteration has no prompt."""
     limit, number = 12.0, 0
 
-    def filled(times: StageTimes, now: float, since: float) -> float:
+    def fill(times: StageTimes, now: float, since: float) -> float:
         nonlocal number
         number += 1
         if number <= num_stages or number % 10 == 0:
             return 1.0
         return max(times.longest(now, since, limit), 1.0)
 
-    taken, _, waits = pipeline(num_stages, 200, filled)
+    taken, _, waits = pipeline(num_stages, 200, fill)
     assert max(waits) <= limit + 1e-9
     assert sum(taken) / len(taken) > 0.75 * limit / num_stages
     assert max(taken) > 0.95 * limit / num_stages
@@ -70,13 +70,13 @@ def test_iterations_use_their_part_of_the_limit_and_no_token_exceeds_it(
 def test_a_first_long_iteration_leaves_time_for_the_next_one() -> None:
     allowed: list[float] = []
 
-    def filled(times: StageTimes, now: float, since: float) -> float:
+    def fill(times: StageTimes, now: float, since: float) -> float:
         if now < 4.0:
             return 1.0
         allowed.append(times.longest(now, since, 10.0))
         return allowed[-1]
 
-    taken, _, waits = pipeline(2, 12, filled)
+    taken, _, waits = pipeline(2, 12, fill)
     assert allowed[0] == pytest.approx((10.0 + 1.0) / 3)
     assert max(waits) <= 10.0 + 1e-9
     half = pipeline(2, 12, lambda times, now, since: 1.0 if now < 4.0 else 5.0)

@@ -45,8 +45,8 @@ SHAPES_OF = {  # all other bugs use SHAPES, or STREAMED
 }
 
 
-def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
-    """Replace a method by `change(original, self, *arguments)`."""
+def replace_method(owner: type, name: str, change: Callable[..., Any]) -> Plant:
+    """Return a function that replaces a method by `change(original, self, *arguments)`."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)
@@ -55,7 +55,7 @@ def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def uncounted_copies(
+def uncount_copies(
     original: Any, eviction: Eviction, now: float, required: int, *rest: Any
 ) -> list[SwapOut]:
     copies: list[SwapOut] = original(eviction, now, required, *rest)
@@ -66,13 +66,13 @@ def uncounted_copies(
     return copies
 
 
-def filled_too_high(original: Any, tiers: Tiers, source: Chunk, target: Chunk, n: int) -> SwapIn:
+def mark_as_full(original: Any, tiers: Tiers, source: Chunk, target: Chunk, n: int) -> SwapIn:
     copy: SwapIn = original(tiers, source, target, n)
     target.filled = Shape.chunk_tokens
     return copy
 
 
-def swap_outs_at_any_time(
+def allow_swap_outs_during_swap_ins(
     original: Any, eviction: Eviction, now: float, required: int, *rest: Any
 ) -> Any:
     tiers = eviction._tiers
@@ -100,7 +100,7 @@ def leak_host_page(original: Any, tiers: Tiers, chunk: Chunk) -> None:
         tiers.host.give_back = page  # type: ignore[method-assign]
 
 
-def begin_with_anothers(original: Any, scheduler: Scheduler, turn: Turn, now: float) -> None:
+def begin_with_kv_of_another(original: Any, scheduler: Scheduler, turn: Turn, now: float) -> None:
     original(scheduler, turn, now)
     name, cache = turn.conversation_id, scheduler.cache
     if name != "c1" and turn.history_tokens > 4 and "c1" in cache.conversations:
@@ -109,12 +109,12 @@ def begin_with_anothers(original: Any, scheduler: Scheduler, turn: Turn, now: fl
 
 
 def append_twice(original: Any, scheduler: Scheduler, iteration: Any, *rest: Any) -> Any:
-    news = original(scheduler, iteration, *rest)
-    for each in news[:1]:
+    events = original(scheduler, iteration, *rest)
+    for each in events[:1]:
         turn = scheduler.turn(each.attempt_id) if isinstance(each, SampledToken) else None
         if turn is not None and turn.finish is None:
             turn.tokens.append(each.token_id)
-    return news
+    return events
 
 
 def forget_suspended(original: Any, scheduler: Scheduler, turn: Any, now: float) -> None:
@@ -133,7 +133,7 @@ def release_at_once(original: Any, cache: KVCache, *rest: Any) -> Any:
     return found
 
 
-def log_tokens(
+def keep_length(
     original: Any, tree: PrefixTree, conversation: Any, num_tokens: int, now: float
 ) -> None:
     before = conversation.num_tokens
@@ -148,7 +148,7 @@ def reuse_latest(original: Any, pool: PagePool, page: int) -> None:
 
 def reclaim_during_a_copy(patch: pytest.MonkeyPatch) -> None:
     """A host copy counts as soon as it starts, and an unfinished copy does not protect its pages."""
-    around(Eviction, "plan_swap_outs", valid_at_once)(patch)
+    replace_method(Eviction, "plan_swap_outs", trust_copy_at_once)(patch)
     free = Tiers.free_device
 
     def free_device(tiers: Tiers, chunk: Chunk) -> None:
@@ -165,7 +165,7 @@ def reclaim_during_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(QUALIFIES, Role.RECLAIM, reclaimable)
 
 
-def valid_at_once(
+def trust_copy_at_once(
     original: Any, eviction: Eviction, now: float, required: int, *rest: Any
 ) -> list[SwapOut]:
     copies: list[SwapOut] = original(eviction, now, required, *rest)
@@ -210,18 +210,18 @@ def spend_twice(original: Any, builder: IterationBuilder, turn: Turn, *rest: Any
     return num_tokens
 
 
-def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) -> None:
+def count_last_chunk_as_full(original: Any, cache: KVCache, turn: Turn, *rest: Any) -> None:
     for chunk in turn.chunks[-1:]:
         chunk.filled = cache.config.chunk_tokens
     original(cache, turn, *rest)
 
 
-def equals_give_way(original: Any, preemption: Preemption, turn: Turn, waiting: Turn) -> bool:
+def give_way_to_equals(original: Any, preemption: Preemption, turn: Turn, waiting: Turn) -> bool:
     """A running turn gives way to any waiting turn that is not below it."""
     return waiting.level >= turn.level
 
 
-def forget_the_preempted(original: Any, turn: Turn, *rest: Any) -> None:
+def forget_reply(original: Any, turn: Turn, *rest: Any) -> None:
     """The preempted turn starts again, but its client does not know."""
     original(turn, *rest)
     del turn.tokens[turn.prompt_end :]
@@ -247,7 +247,7 @@ def count_for_ever(original: Any, preemption: Preemption, turn: Turn) -> None:
         preemption._num_running[place] += 1
 
 
-def forget_the_heir(original: Any, tree: PrefixTree, branch: Branch, *rest: Any) -> Any:
+def forget_holders(original: Any, tree: PrefixTree, branch: Branch, *rest: Any) -> Any:
     """The upper part of a split branch forgets some of its holders."""
     upper = original(tree, branch, *rest)
     for holder in list(upper.holders)[1:]:
@@ -265,7 +265,7 @@ def load_too_little(original: Any, group: Any, *rest: Any) -> None:
     group._loaded[-1] = max(group._loaded[-1] - 1, 0)
 
 
-def other_pages(original: Any, group: Any, turn: Turn, *rest: Any) -> None:
+def swap_two_pages(original: Any, group: Any, turn: Turn, *rest: Any) -> None:
     """Two pages of a context are staged in swapped order."""
     pages = turn.page_table
     if len(pages) > 1:
@@ -285,7 +285,7 @@ def swap_groups(original: Any, groups: Any, *rest: Any) -> Any:
     return slices, found
 
 
-def wide_groups(original: Any, groups: Any, *rest: Any) -> Any:
+def widen_groups(original: Any, groups: Any, *rest: Any) -> Any:
     pages_max, groups._pages_max = groups._pages_max, 1 << 20
     try:
         return original(groups, *rest)
@@ -317,53 +317,65 @@ def take_dirty(original: Any, pages: Any, turn: Any, chunks: Any, *rest: Any) ->
 
 
 STREAMING_FAULTS: dict[str, Plant] = {
-    "what a streamed turn writes is not stored": around(_GroupBuilder, "_add", store_nothing),
-    "a staged page lacks its last slot": around(_GroupBuilder, "_add", load_too_little),
-    "a page is staged in another's place": around(_GroupBuilder, "add", other_pages),
-    "the groups' order is swapped": around(StreamGroups, "arranged", swap_groups),
-    "a group is wider than its arena": around(StreamGroups, "arranged", wide_groups),
-    "a streamed turn's host pages are not pinned": around(PagePool, "take", pin_nothing),
-    "a streamed turn joins a hole that another fills": around(
+    "what a streamed turn writes is not stored": replace_method(
+        _GroupBuilder, "_add", store_nothing
+    ),
+    "a staged page lacks its last slot": replace_method(_GroupBuilder, "_add", load_too_little),
+    "a page is staged in another's place": replace_method(_GroupBuilder, "add", swap_two_pages),
+    "the groups' order is swapped": replace_method(StreamGroups, "arranged", swap_groups),
+    "a group is wider than its arena": replace_method(StreamGroups, "arranged", widen_groups),
+    "a streamed turn's host pages are not pinned": replace_method(PagePool, "take", pin_nothing),
+    "a streamed turn joins a hole that another fills": replace_method(
         StreamedPages,
         "may_take",
         lambda f, pages, turn, chunks, n, _, now: f(pages, turn, chunks, n, {}, now),
     ),
-    "dirty chunks are streamed from old host pages": around(StreamedPages, "may_take", take_dirty),
+    "dirty chunks are streamed from old host pages": replace_method(
+        StreamedPages, "may_take", take_dirty
+    ),
 }
 
 FAULTS: dict[str, Plant] = {
-    "a copy in flight is not counted": around(Eviction, "plan_swap_outs", uncounted_copies),
+    "a copy in flight is not counted": replace_method(Eviction, "plan_swap_outs", uncount_copies),
     "a page is reclaimed while it is copied": reclaim_during_a_copy,
-    "an orphan's pages are freed during a copy": around(
+    "an orphan's pages are freed during a copy": replace_method(
         Candidates, "branch_removed", free_orphans_at_once
     ),
-    "a turn appends to a chunk of others": around(KVCache, "_may_append", lambda f, *a: True),
-    "pages of running turns are not pinned": around(Candidates, "pin", lambda f, *a: None),
-    "a pinned chunk stays marked to drop": around(Candidates, "pin", stay_marked),
-    "swap-outs start during swap-ins": around(Eviction, "plan_swap_outs", swap_outs_at_any_time),
-    "holes are not recomputed": around(IterationBuilder, "fill", jump_over_holes),
-    "a failed turn's KV is kept": around(KVCache, "discard", lambda f, *a: []),
-    "a swapped-in chunk counts as full": around(Tiers, "start_swap_in", filled_too_high),
-    "a resting chunk counts as full": around(KVCache, "end", keep_what_was_said),
-    "a dropped host page leaks": around(Tiers, "free_host", leak_host_page),
-    "a page is handed out twice": around(PagePool, "give_back", reuse_latest),
-    "a sampled token is appended twice": around(Scheduler, "commit", append_twice),
-    "a suspended turn is forgotten": around(Scheduler, "_release", forget_suspended),
-    "a turn in flight gives its pages up": around(Scheduler, "_finish", finish_at_once),
-    "a page copy's source is let go at once": around(KVCache, "begin", release_at_once),
-    "a cut conversation keeps its length": around(PrefixTree, "truncate", log_tokens),
-    "a conversation begins with another's KV": around(Scheduler, "submit", begin_with_anothers),
-    "a split branch loses a holder": around(PrefixTree, "_split", forget_the_heir),
-    "a released copy source never requalifies": around(Candidates, "requalify", lambda f, *a: None),
-    "a later turn overtakes": around(Scheduler, "plan", overtake),
-    "a turn gives way to its equal": around(Preemption, "_is_below", equals_give_way),
-    "a turn that gave way loses its reply": around(Turn, "give_way", forget_the_preempted),
-    "an iteration exceeds its budget": around(IterationBuilder, "fill", spend_twice),
-    "a copy in flight revives what was discarded": around(Tiers, "invalidate", revive),
-    "the places of turns that ended are counted for ever": around(
+    "a turn appends to a chunk of others": replace_method(
+        KVCache, "_may_append", lambda f, *a: True
+    ),
+    "pages of running turns are not pinned": replace_method(Candidates, "pin", lambda f, *a: None),
+    "a pinned chunk stays marked to drop": replace_method(Candidates, "pin", stay_marked),
+    "swap-outs start during swap-ins": replace_method(
+        Eviction, "plan_swap_outs", allow_swap_outs_during_swap_ins
+    ),
+    "holes are not recomputed": replace_method(IterationBuilder, "fill", jump_over_holes),
+    "a failed turn's KV is kept": replace_method(KVCache, "discard", lambda f, *a: []),
+    "a swapped-in chunk counts as full": replace_method(Tiers, "start_swap_in", mark_as_full),
+    "a resting chunk counts as full": replace_method(KVCache, "end", count_last_chunk_as_full),
+    "a dropped host page leaks": replace_method(Tiers, "free_host", leak_host_page),
+    "a page is handed out twice": replace_method(PagePool, "give_back", reuse_latest),
+    "a sampled token is appended twice": replace_method(Scheduler, "commit", append_twice),
+    "a suspended turn is forgotten": replace_method(Scheduler, "_release", forget_suspended),
+    "a turn in flight gives its pages up": replace_method(Scheduler, "_finish", finish_at_once),
+    "a page copy's source is let go at once": replace_method(KVCache, "begin", release_at_once),
+    "a cut conversation keeps its length": replace_method(PrefixTree, "truncate", keep_length),
+    "a conversation begins with another's KV": replace_method(
+        Scheduler, "submit", begin_with_kv_of_another
+    ),
+    "a split branch loses a holder": replace_method(PrefixTree, "_split", forget_holders),
+    "a released copy source never requalifies": replace_method(
+        Candidates, "requalify", lambda f, *a: None
+    ),
+    "a later turn overtakes": replace_method(Scheduler, "plan", overtake),
+    "a turn gives way to its equal": replace_method(Preemption, "_is_below", give_way_to_equals),
+    "a turn that gave way loses its reply": replace_method(Turn, "give_way", forget_reply),
+    "an iteration exceeds its budget": replace_method(IterationBuilder, "fill", spend_twice),
+    "a copy in flight revives what was discarded": replace_method(Tiers, "invalidate", revive),
+    "the places of turns that ended are counted for ever": replace_method(
         Preemption, "ended", count_for_ever
     ),
-    "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
+    "others trust discarded chunks": replace_method(Scheduler, "_discard", forget_frontiers),
 }
 
 ONLY_THE_AUDIT_SEES = {  # bugs that change no reply, or change one only with more seeds
@@ -407,7 +419,7 @@ def test_a_planted_fault_of_streaming_is_found(fault: str, monkeypatch: pytest.M
 def test_a_page_copy_of_unwritten_slots_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy a fork's page in the iteration that recomputes the source. Random traffic rarely does this."""
     copy_a_chunk_that_is_being_repaired()
-    around(KVCache, "begin", ignore_before)(monkeypatch)
+    replace_method(KVCache, "begin", ignore_before)(monkeypatch)
     with pytest.raises(AssertionError, match="the KV of another prefix"):
         copy_a_chunk_that_is_being_repaired()
 

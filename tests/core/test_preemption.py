@@ -11,7 +11,9 @@ from pensieve.core.turn import PRIORITY_MAX, FinishReason, Turn, TurnState
 from tests.core.world import ScriptedWorld
 
 
-def full(num_turns: int, reply: int = 40, overlap: bool = False, **shape: Any) -> ScriptedWorld:
+def full_world(
+    num_turns: int, reply: int = 40, overlap: bool = False, **shape: Any
+) -> ScriptedWorld:
     """Return a world that is full: `num_turns` turns generate, and no other may run beside them."""
     shape = {
         "batch_tokens_max": 64,
@@ -45,7 +47,7 @@ def iterations_until(world: ScriptedWorld, turn: Turn) -> int:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_higher_priority_waits_for_at_most_two_iterations(overlap: bool) -> None:
     """The batch is full, and 1,100 other turns wait."""
-    world = full(6, overlap=overlap)
+    world = full_world(6, overlap=overlap)
     waiting = [world.ask(f"more{number}", 6, 4) for number in range(1100)]
     high = world.ask("high", 6, 4, priority=1)
     assert iterations_until(world, high) <= int(overlap)
@@ -90,7 +92,7 @@ def test_the_latest_turn_of_lowest_priority_is_preempted_and_resumes_first() -> 
 
 
 def test_a_turn_of_equal_priority_waits() -> None:
-    world = full(2)
+    world = full_world(2)
     other = world.ask("other", 6, 2)
     for _ in range(10):
         world.next()
@@ -102,11 +104,11 @@ def test_preemption_recomputes_no_position_that_is_still_held() -> None:
     """With a host that holds everything, each position is computed once despite all preemptions."""
     world = ScriptedWorld(24, 400, batch_tokens_max=64, turns_max=64)
     turns = [world.ask(f"low{number}", 9, 40) for number in range(6)]
-    drawn = random.Random(1)
+    draw = random.Random(1)
     for number in range(12):
-        for _ in range(drawn.randrange(2, 9)):
+        for _ in range(draw.randrange(2, 9)):
             world.next()
-        turns.append(world.ask(f"high{number}", drawn.randrange(1, 30), 5, priority=1 + number % 3))
+        turns.append(world.ask(f"high{number}", draw.randrange(1, 30), 5, priority=1 + number % 3))
     world.run_until_idle()
     counters = world.scheduler.counters
     assert counters.preemptions >= 3
@@ -116,7 +118,7 @@ def test_preemption_recomputes_no_position_that_is_still_held() -> None:
 
 
 def test_a_preempted_turn_rises_a_level_so_preemptions_are_bounded() -> None:
-    world = full(1, reply=400)
+    world = full_world(1, reply=400)
     (low,) = world.turns.values()
     for number in range(40):
         world.until_ended(world.ask(f"high{number}", 2, 1, priority=2))
@@ -125,7 +127,7 @@ def test_a_preempted_turn_rises_a_level_so_preemptions_are_bounded() -> None:
     world.run_until_idle()
     assert low.level == 2
 
-    world = full(1, reply=400)
+    world = full_world(1, reply=400)
     (low,) = world.turns.values()
     for number in range(40):
         world.until_ended(world.ask(f"high{number}", 2, 1, priority=PRIORITY_MAX))
@@ -281,11 +283,11 @@ def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> 
         late=0.0,
         seed=seed,
     )
-    drawn = random.Random(seed)
+    draw = random.Random(seed)
     for number in range(flood):
         world.ask(f"f{number}", 24, 40, share="flood", priority=PRIORITY_MAX)
     arrivals = sorted(
-        (drawn.uniform(1.5, 13.0), name, drawn.randrange(8, 40)) for name in "ab" for _ in range(60)
+        (draw.uniform(1.5, 13.0), name, draw.randrange(8, 40)) for name in "ab" for _ in range(60)
     )
     mine = []
     for number, (at, name, size) in enumerate(arrivals):
@@ -305,7 +307,7 @@ def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> 
 
 
 def test_a_flood_does_not_pass_a_tenant_whose_long_reply_ran_alone() -> None:
-    """A tenant's long reply runs alone. Then comes a flood of a tenant that has used almost nothing."""
+    """A tenant's long reply runs alone. Then a tenant that has used almost nothing sends a flood."""
     world = ScriptedWorld(400, 400, batch_tokens_max=64, turns_max=8, late=0.0)
     long = world.ask("long", 4, 900, share="a")
     world.next()
@@ -334,8 +336,8 @@ def test_a_flood_at_the_highest_priority_leaves_other_tenants_their_share(seed: 
 # -- by time --
 
 
-def rounds(time_share: int) -> tuple[float, float, ScriptedWorld]:
-    """24 turns compete for 8 places. Return the median time to first token, and the end of the last turn."""
+def run_rounds(time_share: int) -> tuple[float, float, ScriptedWorld]:
+    """Let 24 turns compete for 8 places. Return the median time to first token, the total time, the world."""
     world = ScriptedWorld(
         400, 400, batch_tokens_max=64, turns_max=8, late=0.0, time_share=time_share
     )
@@ -346,8 +348,8 @@ def rounds(time_share: int) -> tuple[float, float, ScriptedWorld]:
 
 
 def test_time_sharing_lowers_the_median_time_to_first_token() -> None:
-    kept, end_kept, _ = rounds(0)
-    shared, end_shared, world = rounds(8)
+    kept, end_kept, _ = run_rounds(0)
+    shared, end_shared, world = run_rounds(8)
     assert shared < 0.6 * kept
     assert end_shared < 1.4 * end_kept
     assert world.scheduler.counters.preemptions > 10
@@ -362,8 +364,8 @@ def test_time_sharing_rotates_all_places(time_share: int) -> None:
     turns = [world.ask(f"t{number}", 8, 30) for number in range(24)]
     for _ in range(12 * 3):
         world.next()
-    had = [turn.num_output_tokens for turn in turns]
-    assert max(had) - min(had) <= 4 + 4 * time_share, had
+    counts = [turn.num_output_tokens for turn in turns]
+    assert max(counts) - min(counts) <= 4 + 4 * time_share, counts
     world.run_until_idle(checks_every=20)
 
 

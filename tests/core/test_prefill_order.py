@@ -78,7 +78,7 @@ def test_the_oldest_prompt_gets_at_least_a_quarter_of_the_budget() -> None:
 
 
 def test_with_room_for_one_tile_the_shortest_and_oldest_prompts_alternate() -> None:
-    """In every fourth iteration the oldest prompt gets the tile, in the others the shortest."""
+    """The oldest prompt gets the tile of every fourth iteration. The shortest prompt gets the others."""
     world = ScriptedWorld(2000, 0, batch_tokens_max=16, turns_max=8)
     long = world.ask("long", 400, 1)
     world.next()

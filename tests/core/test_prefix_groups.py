@@ -1,4 +1,4 @@
-"""Choose one shared prefix for each request. Compare with all choices in small trees, and known results."""
+"""Choose one shared prefix for each request. Compare with all choices (small trees) and known results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def saving_of_lru(requests: Sequence[array[int]], tokens_max: int, block_tokens:
     return saved / total if total else 0.0
 
 
-def of(*texts: str) -> list[array[int]]:
+def requests_of(*texts: str) -> list[array[int]]:
     return [array("I", map(ord, text)) for text in texts]
 
 
@@ -94,7 +94,7 @@ def fewest_tokens(requests: Requests) -> int:
     return best
 
 
-def by_algorithm_1(requests: Requests) -> int:
+def num_computed_by_algorithm_1(requests: Requests) -> int:
     """Return the number of computed tokens if the paper's Algorithm 1 enlarges first-level prefixes."""
 
     def node(members: list[int], start: int) -> Any:
@@ -140,7 +140,7 @@ def by_algorithm_1(requests: Requests) -> int:
     return sum(each[0] + alone(each[3]) for each in first)
 
 
-def drawn(seed: int) -> list[array[int]]:
+def random_prompts(seed: int) -> list[array[int]]:
     """Return up to nine prompts over two words, made of runs of one to six tokens."""
     choose = random.Random(seed)
     runs = [[choose.randrange(2)] * choose.randint(1, 6) for _ in range(4)]
@@ -157,12 +157,12 @@ def drawn(seed: int) -> list[array[int]]:
 def test_no_choice_of_prefixes_computes_fewer_tokens(first: int) -> None:
     better = 0
     for seed in range(first, first + 100):
-        requests = drawn(seed)
+        requests = random_prompts(seed)
         groups = prefix_groups(requests)
         check(groups, requests)
         found = num_computed(groups, requests)
         assert found == fewest_tokens(requests), f"seed {seed}: {requests}"
-        paper = by_algorithm_1(requests)
+        paper = num_computed_by_algorithm_1(requests)
         assert found <= paper, f"seed {seed}"
         better += found < paper
         assert saving(groups, requests) <= saving_of_tree(requests) + 1e-12
@@ -170,7 +170,9 @@ def test_no_choice_of_prefixes_computes_fewer_tokens(first: int) -> None:
 
 
 def test_instructions_are_computed_again_for_a_document_that_many_share() -> None:
-    requests = of(*("IN" + document * 9 + str(n) for document in "AB" for n in range(3)), "INx")
+    requests = requests_of(
+        *("IN" + document * 9 + str(n) for document in "AB" for n in range(3)), "INx"
+    )
     groups = prefix_groups(requests)
     check(groups, requests)
     assert [(group.prefix_tokens, len(group.members)) for group in groups] == [
@@ -181,7 +183,7 @@ def test_instructions_are_computed_again_for_a_document_that_many_share() -> Non
 
 
 def test_a_document_of_one_request_is_not_a_shared_prefix() -> None:
-    requests = of("INSTRUCTIONS a", "INSTRUCTIONS b", "INSTRUCTIONS c")
+    requests = requests_of("INSTRUCTIONS a", "INSTRUCTIONS b", "INSTRUCTIONS c")
     assert prefix_groups(requests) == [PrefixGroup(13, (0, 1, 2))]
     assert saving(prefix_groups(requests), requests) == saving_of_tree(requests) == 26 / 42
 
@@ -198,9 +200,9 @@ def test_a_document_of_one_request_is_not_a_shared_prefix() -> None:
     ],
 )
 def test_prefix_groups_of_edge_cases(texts: Sequence[str], groups: list[PrefixGroup]) -> None:
-    found = prefix_groups(of(*texts))
+    found = prefix_groups(requests_of(*texts))
     assert found == groups
-    assert saving(found, of(*texts)) >= 0.0
+    assert saving(found, requests_of(*texts)) >= 0.0
 
 
 def test_tokens_are_compared_as_numbers() -> None:
@@ -218,17 +220,17 @@ def test_prompts_that_are_prefixes_of_each_other_need_no_recursion() -> None:
     assert num_computed(groups, requests) < 0.1 * sum(map(len, requests))
 
 
-def papers_shape(num: int, seed: int) -> list[array[int]]:
+def paper_workload(num: int, seed: int) -> list[array[int]]:
     """Return prompts in groups of seven with 1,100 shared tokens, 100 shared by all, and 400 of their own."""
     choose = random.Random(seed)
 
     def words(count: int) -> array[int]:
         return array("I", choose.choices(range(32_000), k=count))
 
-    everybodys = words(100)
+    common = words(100)
     requests: list[array[int]] = []
     while len(requests) < num:
-        prefix = everybodys + words(1000)
+        prefix = common + words(1000)
         requests += (prefix + words(choose.randint(300, 500)) for _ in range(7))
     choose.shuffle(requests)
     return requests[:num]
@@ -237,7 +239,7 @@ def papers_shape(num: int, seed: int) -> list[array[int]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_papers_workload_saves_as_many_tokens_as_the_paper_reports(seed: int) -> None:
     """The groups save 54.9 % of the tokens. An LRU cache would save 44.2 %."""
-    requests = papers_shape(3000, seed)
+    requests = paper_workload(3000, seed)
     groups = prefix_groups(requests)
     check(groups, requests)
     assert saving(groups, requests) >= 0.54

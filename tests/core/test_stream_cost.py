@@ -14,7 +14,7 @@ COST = IterationCost(1e-3, 2e-2, 0.0, 1e-6, 0.0)
 CONFIG = SchedulerConfig(cost=COST, copy_seconds=1e-4, group_seconds=1e-3)
 
 
-def learned(seconds_of: object, loads: list[StreamLoad], late: float = 0.0) -> StreamCost:
+def learn(seconds_of: object, loads: list[StreamLoad], late: float = 0.0) -> StreamCost:
     draw, cost = random.Random(1), StreamCost(CONFIG, 100)
     for load in loads:
         seconds = seconds_of(load)  # type: ignore[operator]
@@ -22,7 +22,7 @@ def learned(seconds_of: object, loads: list[StreamLoad], late: float = 0.0) -> S
     return cost
 
 
-def drawn(num_turns_max: int, num_pages_max: int, count: int = 60) -> list[StreamLoad]:
+def random_loads(num_turns_max: int, num_pages_max: int, count: int = 60) -> list[StreamLoad]:
     draw = random.Random(7)
     return [
         StreamLoad(turns, 200 * turns, draw.choice((0, draw.randint(1, num_pages_max))))
@@ -51,15 +51,15 @@ def test_before_any_measurement_the_model_has_the_configured_costs() -> None:
     ids=["slower", "rows", "any", "pages", "hidden"],
 )
 def test_the_model_learns_the_times_of_iterations(seconds_of: object, late: float) -> None:
-    cost = learned(seconds_of, drawn(20, 90), late)
-    for load in drawn(20, 90, 20):
+    cost = learn(seconds_of, random_loads(20, 90), late)
+    for load in random_loads(20, 90, 20):
         expected = seconds_of(load)  # type: ignore[operator]
         assert cost.seconds(load) == pytest.approx(expected, rel=0.25 if late else 0.15)
 
 
 def test_old_iterations_fade() -> None:
-    loads = drawn(10, 50, 200)
-    cost = learned(lambda load: 0.05, loads)
+    loads = random_loads(10, 50, 200)
+    cost = learn(lambda load: 0.05, loads)
     for load in loads[:120]:
         cost.took(load, 0.02)
     assert cost.seconds(StreamLoad(5, 1000, 0)) == pytest.approx(0.02, rel=0.1)
@@ -75,5 +75,5 @@ def test_no_term_of_the_cost_is_negative() -> None:
 
 def test_a_system_of_equations_is_solved() -> None:
     matrix, wanted = [[4.0, 1.0, 0.5], [1.0, 3.0, 0.0], [0.5, 0.0, 2.0]], [1.0, -2.0, 3.0]
-    right = [sum(a * b for a, b in zip(row, wanted, strict=True)) for row in matrix]
-    assert solved(matrix, right) == pytest.approx(wanted)
+    right_side = [sum(a * b for a, b in zip(row, wanted, strict=True)) for row in matrix]
+    assert solved(matrix, right_side) == pytest.approx(wanted)

@@ -1,4 +1,4 @@
-"""Pack streamed turns into groups. Compare with all partitions of few turns, and a bound for many."""
+"""Pack streamed turns into groups. Compare few turns with all partitions, and many turns with a bound."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def least_by_listing(
 
 
 def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: float) -> float:
-    """Return the least makespan, for more items than trying all orders allows."""
-    every = (1 << len(items)) - 1
+    """Return the least makespan. There may be more items than for `least_by_listing`."""
+    all_items = (1 << len(items)) - 1
 
     def total(subset: int, field: int) -> float:
         return sum(item[field] for i, item in enumerate(items) if subset >> i & 1)
 
-    fitting = [0 < total(subset, 0) <= pages_max for subset in range(every + 1)]
-    copies = [total(subset, 1) for subset in range(every + 1)]
-    attentions = [total(subset, 2) + launch for subset in range(every + 1)]
+    fitting = [0 < total(subset, 0) <= pages_max for subset in range(all_items + 1)]
+    copies = [total(subset, 1) for subset in range(all_items + 1)]
+    attentions = [total(subset, 2) + launch for subset in range(all_items + 1)]
 
     def groups_of(left: int) -> Iterator[int]:
         group = left
@@ -73,7 +73,7 @@ def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: fl
             group = (group - 1) & left
 
     remaining: list[dict[int, float]] = []  # time left when the latest group's attention begins
-    for left in range(every + 1):
+    for left in range(all_items + 1):
         lengths = [
             (copies[group], remaining[left ^ group][group], group) for group in groups_of(left)
         ]
@@ -82,13 +82,13 @@ def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: fl
                 latest: min(max(attentions[latest], copy) + then for copy, then, _ in lengths)
                 if left
                 else attentions[latest]
-                for latest in groups_of(every ^ left)
+                for latest in groups_of(all_items ^ left)
             }
         )
     ends = []
-    for first in groups_of(every):
+    for first in groups_of(all_items):
         attended = max(before, copies[first]) + attentions[first]
-        left = every ^ first
+        left = all_items ^ first
         if not left:
             ends.append(attended)
         for second in groups_of(left):
@@ -108,7 +108,8 @@ def lower_bound(
     copying, attention = sum(copies), sum(attentions)
     shortest = min(attentions)
     compute = max(before, min(copies)) + attention + num_groups_min * launch
-    # Each item's copy ends before the longest item's copy, or its attention begins after the longest one.
+    # Each item's copy ends before the longest item's copy, or its attention begins after the longest
+    # item's attention.
     both = sum(map(min, copies, attentions)) + max(map(max, copies, attentions)) + launch
     bounds = [compute, both]
     # At most one load runs beside an attention. The rest of a longer attention has no load beside it.
@@ -280,7 +281,7 @@ def test_the_cheapest_order_has_the_least_sum_of_all_orders() -> None:
         assert passes(path) == min(map(passes, permutations(range(num))))
 
 
-def many(
+def large_case(
     rng: random.Random, num: int, ratio: float, prefills: float, arenas: int, before: float
 ) -> Case:
     """Return turns that fill `arenas` arenas. `ratio`: attention time divided by copy time of a decode."""
@@ -312,7 +313,7 @@ def test_many_turns_end_near_the_lower_bound(num: int, ratio: float, limit: floa
         for arenas in (3, 10, 30):
             for before in (0.0, 0.2, 1.0):
                 rng = random.Random(num)
-                items, pages_max, before_seconds, launch = arguments = many(
+                items, pages_max, before_seconds, launch = arguments = large_case(
                     rng, num, ratio, prefills, arenas, before
                 )
                 groups = packed(*arguments)

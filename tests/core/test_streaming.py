@@ -24,12 +24,12 @@ def make_world(device_pages: int = 10, host_pages: int = 60, **shape: Any) -> Sc
     return ScriptedWorld(device_pages, settings.pop("host_pages", host_pages), **settings)
 
 
-def two(world: ScriptedWorld, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, Turn]:
+def ask_two(world: ScriptedWorld, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, Turn]:
     """Ask two turns that do not fit on the device together."""
     return world.ask("a", 24, said_by_a), world.ask("b", 20, said_by_b)
 
 
-def streamed(iteration: Iteration) -> list[int]:
+def streamed_ids(iteration: Iteration) -> list[int]:
     """Return the ids of the streamed turns, group by group."""
     return [
         piece.attempt_id
@@ -40,7 +40,7 @@ def streamed(iteration: Iteration) -> list[int]:
 
 def test_a_turn_without_room_on_the_device_streams() -> None:
     world = make_world()
-    a, b = two(world)
+    a, b = ask_two(world)
     c = world.ask("c", 20, 6)
     world.next()
     assert not a.streamed
@@ -48,16 +48,16 @@ def test_a_turn_without_room_on_the_device_streams() -> None:
     assert c.streamed
     iteration = world.next()
     assert world.where("b") == "h" * len(b.chunks)
-    assert sorted(streamed(iteration)) == [b.attempt_id, c.attempt_id]
+    assert sorted(streamed_ids(iteration)) == [b.attempt_id, c.attempt_id]
     assert iteration.slices[0].attempt_id == a.attempt_id
     world.run_until_idle()
     assert world.scheduler.counters.suspensions == 0
 
 
-@pytest.mark.parametrize("how", [{"stream": "off"}, {"staging_pages": 0}, {"host_pages": 0}])
-def test_without_streaming_a_turn_waits_for_the_device(how: dict[str, Any]) -> None:
-    world = make_world(**how)
-    a, b = two(world)
+@pytest.mark.parametrize("settings", [{"stream": "off"}, {"staging_pages": 0}, {"host_pages": 0}])
+def test_without_streaming_a_turn_waits_for_the_device(settings: dict[str, Any]) -> None:
+    world = make_world(**settings)
+    a, b = ask_two(world)
     for _ in range(4):
         world.next()
     assert a.usage.admitted_at is not None
@@ -68,7 +68,7 @@ def test_without_streaming_a_turn_waits_for_the_device(how: dict[str, Any]) -> N
 
 def test_a_group_lists_each_page_once_with_its_loaded_and_stored_slots() -> None:
     world = make_world()
-    _, b = two(world)
+    _, b = ask_two(world)
     [group] = world.next().groups
     assert group.loaded_slots.tolist() == [0] * 5  # the pages of its prompt
     assert group.stored_slots.tolist() == [4] * 5
@@ -139,7 +139,7 @@ def test_arriving_and_ending_turns_do_not_repack_all_groups(
     while any(turn.finish is None for turn in turns):
         iteration = world.next()
         assert all(len(group.host_pages) <= 12 for group in iteration.groups)
-        ids = streamed(iteration)
+        ids = streamed_ids(iteration)
         assert len(ids) == len(set(ids))
         sets.add(frozenset(ids))
     assert len(sets) > 8
@@ -148,7 +148,7 @@ def test_arriving_and_ending_turns_do_not_repack_all_groups(
 
 def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:
     world = make_world(staging_pages=4)
-    _, b = two(world)
+    _, b = ask_two(world)
     for _ in range(4):
         world.next()
     assert b.usage.admitted_at is None
@@ -157,7 +157,7 @@ def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:
 
 def test_a_turn_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() -> None:
     world = make_world(staging_pages=6)
-    _, b = two(world, 12, 9)
+    _, b = ask_two(world, 12, 9)
     while not b.streamed:
         world.next()
     world.run_until_idle()
@@ -252,7 +252,7 @@ def test_no_turn_uses_a_chunk_that_a_streamed_turn_still_fills(
 
 def test_a_streamed_turn_returns_to_the_device_when_no_turn_waits() -> None:
     world = make_world()
-    a, b = two(world, 3, 12)
+    a, b = ask_two(world, 3, 12)
     while a.finish is None:
         world.next()
     assert b.streamed
@@ -268,7 +268,7 @@ def test_a_streamed_turn_returns_to_the_device_when_no_turn_waits() -> None:
 
 def test_a_waiting_turn_gets_the_device_before_a_streamed_turn() -> None:
     world = make_world(turns_max=2)
-    a, b = two(world, 3, 12)
+    a, b = ask_two(world, 3, 12)
     c = world.ask("c", 24, 3)
     while a.finish is None:
         world.next()
@@ -284,7 +284,7 @@ def test_streaming_evicts_idle_conversations_from_a_full_host() -> None:
     world = make_world(host_pages=9)
     world.say("old", 28, 1)
     world.wait(100.0)
-    _, b = two(world)
+    _, b = ask_two(world)
     while not b.streamed:
         world.next()
         world.land()
@@ -294,7 +294,7 @@ def test_streaming_evicts_idle_conversations_from_a_full_host() -> None:
 
 def test_on_a_host_full_of_streamed_turns_a_growing_turn_is_suspended() -> None:
     world = make_world(host_pages=12)
-    _, b = two(world)
+    _, b = ask_two(world)
     c = world.ask("c", 20, 10)
     while not (b.streamed and c.streamed):
         world.next()
@@ -322,7 +322,7 @@ def test_a_streamed_fork_recomputes_its_partly_shared_last_chunk() -> None:
 
 def test_a_streamed_turn_returns_before_batch_turns_get_the_device() -> None:
     world = make_world()
-    a, b = two(world, 3, 12)
+    a, b = ask_two(world, 3, 12)
     while not b.streamed:
         world.next()
     for number in range(6):
@@ -340,7 +340,7 @@ def test_a_streamed_turn_returns_although_a_batch_turn_was_suspended() -> None:
     world = make_world()
     batch = world.ask("batch", 20, 12, background=True)
     world.next()
-    a, b = two(world, 3, 12)
+    a, b = ask_two(world, 3, 12)
     while a.finish is None:
         world.next()
         world.land()
@@ -405,7 +405,7 @@ def streaming_of(world: ScriptedWorld) -> Streaming:
     return world.scheduler.streaming
 
 
-def automatic(**seconds: float) -> ScriptedWorld:
+def auto_world(**seconds: float) -> ScriptedWorld:
     """Return a world with iterations of 10 ms, in which `auto` expects the given times."""
     cost = IterationCost(1e-4, 1e-2, 0.0, 1e-6, 0.0)
     config = SchedulerConfig(cost=cost, **{"group_seconds": 1e-4, **seconds})  # type: ignore[arg-type]
@@ -423,9 +423,9 @@ def freeze(world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_streams_while_it_expects_a_higher_throughput(
     copy_seconds: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = automatic(copy_seconds=copy_seconds)
+    world = auto_world(copy_seconds=copy_seconds)
     freeze(world, monkeypatch)
-    _, b = two(world)
+    _, b = ask_two(world)
     for _ in range(4):
         world.next()
     assert b.streamed == pays
@@ -437,7 +437,7 @@ def test_auto_divides_the_cost_of_a_group_among_all_waiting_turns(
 ) -> None:
     """A group costs 15 ms, which is too much for one turn but not for three."""
     for num_waiting, pays in ((1, False), (3, True)):
-        world = automatic(copy_seconds=1e-5, group_seconds=15e-3)
+        world = auto_world(copy_seconds=1e-5, group_seconds=15e-3)
         freeze(world, monkeypatch)
         world.ask("a", 24, 10)
         turns = [world.ask(f"b{i}", 20, 6) for i in range(num_waiting)]
@@ -451,10 +451,10 @@ def test_auto_does_not_stream_if_the_objective_would_be_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for tbt_seconds, streams in ((0.5, True), (0.0101, False)):
-        world = automatic(copy_seconds=1e-4)
+        world = auto_world(copy_seconds=1e-4)
         freeze(world, monkeypatch)
         streaming_of(world)._tbt = tbt_seconds
-        _, b = two(world)
+        _, b = ask_two(world)
         for _ in range(6):
             world.next()
         assert b.streamed == streams
@@ -464,9 +464,9 @@ def test_auto_does_not_stream_if_the_objective_would_be_missed(
 def test_auto_stops_streaming_that_does_not_pay_and_retries_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = automatic(copy_seconds=1e-4)
+    world = auto_world(copy_seconds=1e-4)
     freeze(world, monkeypatch)
-    _, b = two(world)
+    _, b = ask_two(world)
     while not b.streamed:
         world.next()
     monkeypatch.undo()
@@ -488,7 +488,7 @@ def test_auto_stops_streaming_that_does_not_pay_and_retries_later(
 def test_turns_beyond_the_objective_stop_streaming_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = automatic(copy_seconds=1e-4)
+    world = auto_world(copy_seconds=1e-4)
     freeze(world, monkeypatch)
     world.ask("a", 24, 8)
     turns = [world.ask(name, 20, 8) for name in "bc"]

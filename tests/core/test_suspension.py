@@ -45,10 +45,10 @@ def test_a_suspended_turn_recomputes_lost_chunks_and_its_reply_is_the_same() -> 
     world, a, b, c = crowded(host_pages=0)
     world.run_until_idle()
     assert b.usage.suspensions >= 1
-    again = world.scheduler.counters.recomputed_tokens
+    num_recomputed = world.scheduler.counters.recomputed_tokens
     positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
-    assert again > 0
-    assert world.scheduler.counters.tokens == positions + again
+    assert num_recomputed > 0
+    assert world.scheduler.counters.tokens == positions + num_recomputed
 
 
 def test_a_cancelled_suspended_turn_keeps_its_delivered_tokens() -> None:

@@ -136,21 +136,21 @@ def test_an_invalid_limit_is_refused(wrong: float) -> None:
         SchedulerConfig(tbt_seconds=wrong)
 
 
-def busy(decode_seconds: float) -> tuple[ScriptedWorld, list[int]]:
+def busy_world(decode_seconds: float) -> tuple[ScriptedWorld, list[int]]:
     """Return a world in which a turn generates, and an empty list for the lengths of pieces."""
     world = make_world()
     world.ask("writer", 4, 390)
     world.next()
     world.next()
-    slower(world, decode_seconds)
+    set_iteration_seconds(world, decode_seconds)
     return world, []
 
 
-def slower(world: ScriptedWorld, seconds: float) -> None:
+def set_iteration_seconds(world: ScriptedWorld, seconds: float) -> None:
     object.__setattr__(world.shape, "iteration_seconds", seconds)
 
 
-def prompts(world: ScriptedWorld, lengths: list[int], iterations: int, name: str) -> None:
+def run_prompts(world: ScriptedWorld, lengths: list[int], iterations: int, name: str) -> None:
     for number in range(iterations):
         if number % 5 == 0:
             world.ask(f"{name} {number}", 255, 1)
@@ -160,10 +160,10 @@ def prompts(world: ScriptedWorld, lengths: list[int], iterations: int, name: str
 
 def test_endless_prompts_are_not_charged_for_iterations_that_became_slower() -> None:
     """Iterations become slower while every iteration has a prompt."""
-    world, lengths = busy(0.01)
-    prompts(world, lengths, 20, "before")
-    slower(world, 0.2)
-    prompts(world, lengths, 80, "after")
+    world, lengths = busy_world(0.01)
+    run_prompts(world, lengths, 20, "before")
+    set_iteration_seconds(world, 0.2)
+    run_prompts(world, lengths, 80, "after")
     assert lengths[9] == 48, lengths
     whole = [
         each for each in lengths[-20:] if 48 <= each <= 96
@@ -175,19 +175,19 @@ def test_endless_prompts_are_not_charged_for_iterations_that_became_slower() -> 
 
 def test_an_outdated_base_time_does_not_disable_the_limit() -> None:
     """Most turns have ended, so iterations now take less time than the measured base."""
-    world, lengths = busy(0.5)
-    prompts(world, lengths, 20, "before")
-    slower(world, 0.01)
-    prompts(world, lengths, 40, "after")
+    world, lengths = busy_world(0.5)
+    run_prompts(world, lengths, 20, "before")
+    set_iteration_seconds(world, 0.01)
+    run_prompts(world, lengths, 40, "after")
     assert 48 <= max(lengths[30:]) <= 96
 
 
 def test_an_initial_burst_is_compared_with_an_iteration_without_prompts() -> None:
     world = ScriptedWorld(400, 0, **{"batch_tokens_max": 256, **TIMES})
-    slower(world, 0.2)
+    set_iteration_seconds(world, 0.2)
     world.ask("writer", 4, 390)
     lengths: list[int] = []
-    prompts(world, lengths, 40, "reader")
+    run_prompts(world, lengths, 40, "reader")
     assert lengths.index(48) < 10
     assert lengths[10:].count(48) > 20
 
@@ -195,7 +195,7 @@ def test_an_initial_burst_is_compared_with_an_iteration_without_prompts() -> Non
 # -- the objective --
 
 
-def paced(**changes: Any) -> ScriptedWorld:
+def world_with_objective(**changes: Any) -> ScriptedWorld:
     """Return a world with one generating turn: 10 ms per iteration, 1 ms per token, objective 80 ms."""
     times = {"token_seconds": 0.001, "tbt_seconds": 0.08}
     made = ScriptedWorld(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
@@ -216,7 +216,7 @@ def gaps(world: ScriptedWorld, name: str) -> list[float]:
 
 
 def test_an_iteration_is_filled_until_it_is_predicted_to_take_the_objective() -> None:
-    world = paced()
+    world = world_with_objective()
     world.ask("reader", 640, 4)
     took = pieces(world, "reader")
     assert (
@@ -225,11 +225,11 @@ def test_an_iteration_is_filled_until_it_is_predicted_to_take_the_objective() ->
 
 
 def test_pieces_are_shorter_after_a_long_context() -> None:
-    world = paced(key_seconds=0.0001)
+    world = world_with_objective(key_seconds=0.0001)
     world.ask("reader", 480, 4)
     times = gaps(world, "reader")
     assert all(each <= 0.08 for each in times), times
-    world = paced(key_seconds=0.0001)
+    world = world_with_objective(key_seconds=0.0001)
     world.ask("reader", 480, 4)
     took = pieces(world, "reader")
     # An iteration takes 11 ms without the piece. The piece's own context takes 5 ms.
@@ -239,7 +239,7 @@ def test_pieces_are_shorter_after_a_long_context() -> None:
 
 @pytest.mark.parametrize("foreseen", [0.2, 5.0])
 def test_a_wrong_prediction_is_corrected_by_measurements(foreseen: float) -> None:
-    world = paced(foreseen=foreseen, key_seconds=0.00001)
+    world = world_with_objective(foreseen=foreseen, key_seconds=0.00001)
     world.ask("reader", 1200, 4)
     times = gaps(world, "reader")
     # The first prediction knows only iterations without prompts. Pieces grow in steps of 16 tokens.
@@ -247,7 +247,7 @@ def test_a_wrong_prediction_is_corrected_by_measurements(foreseen: float) -> Non
 
 
 def test_a_machine_that_becomes_slower_or_faster_is_noticed_in_a_few_iterations() -> None:
-    world = paced()
+    world = world_with_objective()
     for seconds, expected in ((0.004, 16), (0.0005, 128)):
         object.__setattr__(world.shape, "token_seconds", seconds)
         name = f"reader {seconds}"
@@ -258,7 +258,7 @@ def test_a_machine_that_becomes_slower_or_faster_is_noticed_in_a_few_iterations(
 
 def test_a_slowdown_is_accepted_after_two_iterations() -> None:
     """Until then, predictions still describe the faster machine."""
-    world = paced()
+    world = world_with_objective()
     world.ask("reader", 640, 4)
     pieces(world, "reader")
     object.__setattr__(world.shape, "token_seconds", 0.002)
@@ -269,7 +269,7 @@ def test_a_slowdown_is_accepted_after_two_iterations() -> None:
 
 
 def test_time_between_iterations_counts_toward_the_objective() -> None:
-    world = paced()
+    world = world_with_objective()
     world.ask("reader", 1600, 4)
     for _ in range(12):
         world.wait(0.02)
@@ -280,7 +280,7 @@ def test_time_between_iterations_counts_toward_the_objective() -> None:
 
 def test_pieces_double_while_their_tokens_take_no_time() -> None:
     """Up to 40 tokens take no extra time, because reading the weights takes longer than computing them."""
-    world = paced()
+    world = world_with_objective()
 
     def seconds_of(iteration: Iteration) -> float:
         return 0.01 + max(0.04, 0.001 * iteration.num_tokens)
@@ -299,20 +299,20 @@ def test_pieces_double_while_their_tokens_take_no_time() -> None:
 
 def test_the_smaller_of_objective_and_limit_applies() -> None:
     for limit, expected in ((0.04, 32), (0.5, 64)):
-        world = paced(prompt_seconds_max=limit)
+        world = world_with_objective(prompt_seconds_max=limit)
         world.next()
         world.ask("reader", 320, 4)
         assert pieces(world, "reader")[1] == expected
 
 
 def test_no_limit_applies_if_the_predicted_time_is_zero() -> None:
-    world = paced(foreseen=0.0)
+    world = world_with_objective(foreseen=0.0)
     world.ask("reader", 300, 4)
     assert pieces(world, "reader") == [255, 45]
 
 
 def test_a_short_prompt_joins_a_long_one_if_time_is_left() -> None:
-    world = paced()
+    world = world_with_objective()
     world.ask("long", 16, 1)
     world.ask("short", 20, 1)
     world.ask("third", 100, 1)
@@ -321,7 +321,7 @@ def test_a_short_prompt_joins_a_long_one_if_time_is_left() -> None:
 
 
 def test_the_first_prompt_advances_even_if_decodes_exceed_the_objective() -> None:
-    world = paced(iteration_seconds=0.2)
+    world = world_with_objective(iteration_seconds=0.2)
     world.ask("reader", 40, 4)
     world.ask("other", 40, 4)
     assert pieces(world, "reader") == [TOKENS_MIN, TOKENS_MIN, 8]

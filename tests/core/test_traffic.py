@@ -22,12 +22,12 @@ from tests.scale import SCALE
 SHAPES = {
     "two tiers": Shape(),
     "lru, no host": Shape(policy="lru", host_pages=0),
-    "who returns": Shape(policy="return"),
-    "who returns, restless, planned ahead": Shape(
+    "return policy": Shape(policy="return"),
+    "return policy, restless, planned ahead": Shape(
         policy="return", restless=True, overlap=True, conversations=10, device_pages=14
     ),
-    "who returns, another order at each return": Shape(policy="return", switching=True),
-    "who returns, another order at each return, restless, planned ahead": Shape(
+    "return policy, switching to a random order": Shape(policy="return", switching=True),
+    "return policy, switching to a random order, restless, planned ahead": Shape(
         policy="return",
         switching=True,
         restless=True,
@@ -36,8 +36,8 @@ SHAPES = {
         device_pages=14,
         background=0.2,
     ),
-    "who returns, copies as slow as computing": Shape(policy="return", copy_share=1.0001),
-    "who returns, copies that hardly pay": Shape(
+    "return policy, copies as slow as computing": Shape(policy="return", copy_share=1.0001),
+    "return policy, copies that hardly pay": Shape(
         policy="return", copy_share=0.4, conversations=12, host_pages=16
     ),
     "tiny device, large host": Shape(device_pages=8, host_pages=30),
@@ -46,7 +46,7 @@ SHAPES = {
     ),
     "small budget": Shape(batch_tokens_max=5, turns_max=3),
     "planned ahead": Shape(overlap=True),
-    "prompts in pieces, by time": Shape(
+    "chunked prefills, limited by seconds": Shape(
         device_pages=60,
         host_pages=60,
         batch_tokens_max=64,
@@ -55,7 +55,7 @@ SHAPES = {
         token_seconds=0.001,
         prompt_seconds_max=0.02,
     ),
-    "prompts in pieces, by an objective": Shape(
+    "chunked prefills, limited by tbt": Shape(
         device_pages=60,
         host_pages=60,
         batch_tokens_max=64,
@@ -66,7 +66,7 @@ SHAPES = {
         foreseen=3.0,
         restless=True,
     ),
-    "few places, by an objective, planned ahead, restless": Shape(
+    "few turns, limited by tbt, planned ahead, restless": Shape(
         device_pages=24,
         turns_max=3,
         overlap=True,
@@ -184,20 +184,23 @@ def traffic(name: str, seeds: range) -> Counter[str]:
     shape, total = SHAPES[name], Counter[str]()
     within = IterationBuilder._within
 
-    def counted(builder: IterationBuilder, start: int, held_for: Turn | None = None) -> int:
+    def count_cuts(builder: IterationBuilder, start: int, held_for: Turn | None = None) -> int:
         found = within(builder, start, held_for)
         total["prompts_cut_by_time"] += found < builder.num_tokens_left
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IterationBuilder, "_within", counted)
-        most_ranges = sum_up(shape, name, seeds, total)
+        patch.setattr(IterationBuilder, "_within", count_cuts)
+        most_ranges = run_worlds(shape, name, seeds, total)
     total["repaired_ranges_max"] = most_ranges
     return total
 
 
-def sum_up(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
-    """Add the counters to `total`. Return the most ranges that a turn had to repair at once."""
+def run_worlds(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
+    """Run a world for each seed and add its counters to `total`.
+
+    Return the largest number of ranges that a turn had to repair at once.
+    """
     most_ranges = 0
     for seed in seeds:
         try:
@@ -214,7 +217,7 @@ def sum_up(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
     return most_ranges
 
 
-def drawn_shape(seed: int) -> Shape:
+def random_shape(seed: int) -> Shape:
     choose = random.Random(seed).choice
     token_seconds = choose((0.0, 0.0, 0.001))
     by_time = token_seconds > 0.0
@@ -253,7 +256,7 @@ def drawn_shape(seed: int) -> Shape:
 def test_every_reply_is_correct_in_worlds_of_random_shape(first: int) -> None:
     total = Counter[str]()
     for seed in range(first, first + SEEDS):
-        sum_up(drawn_shape(seed), "any shape", range(seed, seed + 1), total)
+        run_worlds(random_shape(seed), "any shape", range(seed, seed + 1), total)
     assert total["replies"] > 4 * SEEDS
 
 

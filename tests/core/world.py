@@ -139,7 +139,7 @@ SPOILED = Shape(
 )
 
 
-# Conversations of three tenants say the same again and again. Turns fail, and pages get wrong KV.
+# Conversations of three tenants repeat the same texts. Turns fail, and pages get wrong KV.
 REPEATING = Shape(
     repeating=0.7,
     roots=3,
@@ -251,7 +251,7 @@ class World:
             self.cancel(self.random.choice(list(self.turns)))
         elif action == "fork" and self.logs and not full:
             name = self.random.choice(list(self.logs))
-            # Chunks that the fork shares would not be discarded if the turn failed over wrong KV.
+            # Chunks that the fork shares would not be discarded if the turn failed because of wrong KV.
             if not (
                 self.shape.spoiling and name in self.turns and self.turns[name].num_uncommitted
             ):
@@ -340,7 +340,7 @@ class World:
         return Identities(root, self.shape.chunk_tokens)
 
     def _said_after(self, log: list[int]) -> list[int]:
-        """Return tokens that followed the same beginning earlier, perhaps with a random one at the end."""
+        """Return tokens that followed this log in an earlier turn, perhaps with a random token at the end."""
         known = [each for each in self.said if each[: len(log)] == log and len(each) > len(log)]
         if not known:
             return []
@@ -369,7 +369,7 @@ class World:
         return target
 
     def _ask_twins(self) -> None:
-        """Fork a conversation whose KV is on the host, and begin a turn of both at once."""
+        """Fork a conversation whose KV is on the host, and begin turns of both at once."""
         resting = [name for name in self.logs if self.logs[name] and name not in self.turns]
         moved = [name for name in resting if name in self.moved]
         self.moved.clear()
@@ -404,7 +404,9 @@ class World:
         resting = [
             name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns
         ]
-        if resting and choose.random() < 0.4:  # as if another engine had run it since
+        if (
+            resting and choose.random() < 0.4
+        ):  # as if another engine had since run this conversation
             away = choose.choice(resting)
             self.arriving.pop(away, None)
             self.scheduler.delete(away, self.clock.now())
@@ -464,8 +466,8 @@ class World:
         ):
             oldest = self.launched.pop(0)
             self.clock.advance(self.seconds_of(oldest))
-            news = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
-            for each in news:
+            events = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
+            for each in events:
                 if isinstance(each, Ended):
                     self._take(each)
             if check:
@@ -484,7 +486,7 @@ class World:
                     )
 
     def _spoil_something(self, iteration: Iteration) -> None:
-        """Make a turn fail over a wrong slot, in a chunk that it holds alone or that it has repaired.
+        """Make a turn fail because of a wrong slot, in a chunk that it holds alone or that it has repaired.
 
         Repaired chunks that are being copied to the host are the most likely: their copies must not be used.
         """
@@ -585,8 +587,10 @@ class Places:
         running, queued = scheduler.running, {turn.attempt_id for turn in scheduler.queued}
         still_suspended = {turn.attempt_id for turn in scheduler.suspended}
         # A streamed turn takes no page that another turn waits for.
-        came = [turn for turn in self.queued if turn.attempt_id in running and not turn.streamed]
-        for turn in came:
+        admitted = [
+            turn for turn in self.queued if turn.attempt_id in running and not turn.streamed
+        ]
+        for turn in admitted:
             for each in self.queued:
                 if each.attempt_id in queued and each.share == turn.share:
                     same_line = scheduler.queued.line_of(each) == scheduler.queued.line_of(turn)
@@ -596,7 +600,7 @@ class Places:
             for each in self.suspended:
                 passed = each.attempt_id in still_suspended and each.share == turn.share
                 if turn.is_background and each.arrival > turn.arrival:
-                    passed = False  # with little room, the turn that came earlier may keep it
+                    passed = False  # with little room, the earlier turn may keep its pages
                 if passed and turn is not self.claimant and not each.moved_back:
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():

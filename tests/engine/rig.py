@@ -57,7 +57,7 @@ class ListSink:
 
 
 class Auditor:
-    """An observer that checks every invariant after every commit, and counts."""
+    """An observer that checks every invariant after every commit, and counts commits."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler

@@ -22,16 +22,16 @@ def test_the_next_iteration_is_launched_before_the_current_one_is_collected() ->
     rig = Rig(depth=2, stops=False)
     launch, collect = rig.executor.launch, rig.executor.collect
 
-    def noted_launch(iteration: Iteration) -> None:
+    def record_launch(iteration: Iteration) -> None:
         calls.append(f"launch {iteration.index}")
         launch(iteration)
 
-    def noted_collect() -> Outcome:
+    def record_collect() -> Outcome:
         calls.append("collect")
         return collect()
 
-    rig.executor.launch = noted_launch  # type: ignore[method-assign]
-    rig.executor.collect = noted_collect  # type: ignore[method-assign]
+    rig.executor.launch = record_launch  # type: ignore[method-assign]
+    rig.executor.collect = record_collect  # type: ignore[method-assign]
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=3))
     steps = []
     while rig.engine.step():
@@ -57,7 +57,7 @@ def test_planning_ahead_wastes_one_token_when_a_turn_stops() -> None:
 
 
 def test_an_iteration_that_waits_for_a_copy_is_collected_when_one_has_finished() -> None:
-    """There is nothing to compute meanwhile. A turn that arrives then is launched first."""
+    """Nothing can be computed until a copy finishes. A turn that arrives meanwhile is launched first."""
     rig = Rig(depth=2, stops=False)
     rig.executor.late = 1.0
     rig.mailbox.put(submit(1, "a", [], list(range(20)), reply=2))
@@ -78,12 +78,12 @@ def test_an_executor_failure_while_planning_ahead_ends_every_turn() -> None:
     rig = Rig(depth=2)
     launch = rig.executor.launch
 
-    def failing(iteration: Iteration) -> None:
+    def launch_or_fail(iteration: Iteration) -> None:
         if iteration.index == 3:
             raise DeviceError("the device is gone")
         launch(iteration)
 
-    rig.executor.launch = failing  # type: ignore[method-assign]
+    rig.executor.launch = launch_or_fail  # type: ignore[method-assign]
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=9))
     rig.mailbox.put(submit(2, "b", [], [1, 2, 3], reply=9))
     with pytest.raises(DeviceError):

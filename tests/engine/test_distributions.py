@@ -12,8 +12,8 @@ from pensieve.engine.distributions import BUCKETS, INTERVALS, RecentShare, Recen
 
 def test_quantiles_are_right_to_within_two_percent() -> None:
     times = RecentTimes()
-    drawn = random.Random(5)
-    values = sorted(10 ** drawn.uniform(-3.9, 2.8) for _ in range(5000))
+    draw = random.Random(5)
+    values = sorted(10 ** draw.uniform(-3.9, 2.8) for _ in range(5000))
     for value in values:
         times.add(value, now=100.0)
     found = times.spread(now=100.0)

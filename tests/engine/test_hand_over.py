@@ -99,11 +99,11 @@ class HandOverEngine(Rig):
 
     def ask(self, message: EngineMessage) -> Any:
         """Return the direct answer to a message, as it arrives over a pipe."""
-        (event,) = crossed(self.engine, message)
+        (event,) = send_through_pipe(self.engine, message)
         return event
 
 
-def crossed(engine: Engine, message: EngineMessage) -> list[Any]:
+def send_through_pipe(engine: Engine, message: EngineMessage) -> list[Any]:
     """Send a message through the pipe's codec, and the answers back through it."""
     frame = pack_message(message)
     num_head, num_body = struct.unpack("<II", frame[:8])
@@ -137,10 +137,10 @@ class Collecting:
         self._events.extend(events)
 
 
-def exported(
+def export(
     side: HandOverEngine, name: str, num_tokens: int, num_bytes_max: int = 1
 ) -> list[KvExported]:
-    """Return all parts, from the end of the conversation to its start."""
+    """Export a conversation. Return all parts, from its end to its start."""
     parts: list[KvExported] = []
     before = 0
     while True:
@@ -168,7 +168,7 @@ def import_of(name: str, log: list[int], part: KvExported, is_first: bool) -> Im
     )
 
 
-def adopted(side: HandOverEngine, message: ImportKv) -> int:
+def adopt(side: HandOverEngine, message: ImportKv) -> int:
     answer = side.ask(message)
     assert isinstance(answer, Answer)
     side.scheduler.check(side.clock.now())
@@ -176,7 +176,7 @@ def adopted(side: HandOverEngine, message: ImportKv) -> int:
 
 
 def open_import(side: HandOverEngine, name: str) -> None:
-    assert crossed(side.engine, OpenImport(name)) == []
+    assert send_through_pipe(side.engine, OpenImport(name)) == []
 
 
 def hand_over(
@@ -188,9 +188,9 @@ def hand_over(
 ) -> list[int]:
     """Hand over a conversation. Return the number of adopted chunks of each part."""
     open_import(target, name)
-    parts = exported(source, name, len(log), num_bytes_max)
+    parts = export(source, name, len(log), num_bytes_max)
     return [
-        adopted(target, import_of(name, log, part, index == 0)) for index, part in enumerate(parts)
+        adopt(target, import_of(name, log, part, index == 0)) for index, part in enumerate(parts)
     ]
 
 
@@ -217,7 +217,9 @@ def test_host_chunks_are_exported_too_and_the_log_with_them() -> None:
     message = target.mailbox.drain()[0]
     assert isinstance(message, SubmitTurn)
     without = replace(message, tokens=packed([5]), first_position=len(log))
-    assert not any(type(each).__name__ == "LogNeeded" for each in crossed(target.engine, without))
+    assert not any(
+        type(each).__name__ == "LogNeeded" for each in send_through_pipe(target.engine, without)
+    )
     target.run()
     target.end_of(attempt_id, [*log, 5])
     assert target.recomputed() == 0
@@ -227,10 +229,10 @@ def test_a_part_has_the_wanted_size_but_at_least_one_chunk() -> None:
     source = HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
     chunk_bytes = SIZE * SLOT.size
-    assert {len(part.slots) for part in exported(source, "a", 16, 1)} == {1}
-    assert [len(part.slots) for part in exported(source, "a", 16, 2 * chunk_bytes)] == [2, 2]
-    assert [part.num_tokens for part in exported(source, "a", 7, chunk_bytes)] == [7, 4]
-    assert sum(sum(part.slots) for part in exported(source, "a", 999)) == len(log) - 1
+    assert {len(part.slots) for part in export(source, "a", 16, 1)} == {1}
+    assert [len(part.slots) for part in export(source, "a", 16, 2 * chunk_bytes)] == [2, 2]
+    assert [part.num_tokens for part in export(source, "a", 7, chunk_bytes)] == [7, 4]
+    assert sum(sum(part.slots) for part in export(source, "a", 999)) == len(log) - 1
 
 
 def test_running_and_missing_conversations_are_not_exported() -> None:
@@ -253,7 +255,7 @@ def test_chunks_that_a_running_turn_may_still_discard_are_not_exported() -> None
     source.mailbox.put(ForkConversation("a", 8, "b"))
     source.put("b", log[:8], [7], 30)
     source.engine.step()
-    parts = exported(source, "a", len(log))
+    parts = export(source, "a", len(log))
     assert all(part.first_chunk >= 2 for part in parts)
     source.run()
 
@@ -277,7 +279,7 @@ def test_a_corrupted_host_page_is_not_exported() -> None:
 def test_bytes_corrupted_in_transfer_are_not_adopted(where: str) -> None:
     source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
-    (part,) = exported(source, "a", len(log), 99 * SIZE * SLOT.size)
+    (part,) = export(source, "a", len(log), 99 * SIZE * SLOT.size)
     message = import_of("a", log, part, True)
     body, start = bytearray(message.body), len(log) * TOKEN_BYTES
     if where == "first byte":
@@ -291,7 +293,7 @@ def test_bytes_corrupted_in_transfer_are_not_adopted(where: str) -> None:
     open_import(target, "a")
     num_chunks = len(part.slots)
     expected = num_chunks - 1 if where.endswith("byte") else 0
-    assert adopted(target, replace(message, body=bytes(body))) == expected
+    assert adopt(target, replace(message, body=bytes(body))) == expected
     target.say("a", log, [5])
     assert (target.recomputed() == len(log) - 1) == (expected == 0)
 
@@ -299,8 +301,8 @@ def test_bytes_corrupted_in_transfer_are_not_adopted(where: str) -> None:
 def test_a_part_without_an_open_import_is_not_adopted() -> None:
     source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
-    first, *_ = exported(source, "a", len(log))
-    assert adopted(target, import_of("a", log, first, True)) == 0
+    first, *_ = export(source, "a", len(log))
+    assert adopt(target, import_of("a", log, first, True)) == 0
 
 
 @pytest.mark.parametrize(
@@ -319,51 +321,51 @@ def test_any_use_or_change_of_a_conversation_ends_its_import(
 ) -> None:
     source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
-    parts = exported(source, "a", len(log))
+    parts = export(source, "a", len(log))
     open_import(target, "a")
     if has_begun:
-        assert adopted(target, import_of("a", log, parts[0], True)) == 1
+        assert adopt(target, import_of("a", log, parts[0], True)) == 1
     target.mailbox.put(message)
     target.run()
-    assert adopted(target, import_of("a", log, parts[1], not has_begun)) == 0
+    assert adopt(target, import_of("a", log, parts[1], not has_begun)) == 0
 
 
 def test_no_import_is_opened_while_a_turn_runs_or_kv_exists() -> None:
     source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
-    parts = exported(source, "a", len(log))
+    parts = export(source, "a", len(log))
     target.put("a", [], log, 30)
     target.engine.step()
     open_import(target, "a")
     target.mailbox.put(CancelTurn(1, 0))
     target.run()
     assert "a" not in target.scheduler.cache.conversations
-    assert adopted(target, import_of("a", log, parts[0], True)) == 0
+    assert adopt(target, import_of("a", log, parts[0], True)) == 0
     target.say("a", [], log, 1)
     open_import(target, "a")
-    assert adopted(target, import_of("a", log, parts[0], True)) == 0
+    assert adopt(target, import_of("a", log, parts[0], True)) == 0
 
 
 def test_an_eviction_between_two_parts_ends_the_import() -> None:
     source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
-    parts = exported(source, "a", len(log))
+    parts = export(source, "a", len(log))
     open_import(target, "a")
-    assert adopted(target, import_of("a", log, parts[0], True)) == 1
+    assert adopt(target, import_of("a", log, parts[0], True)) == 1
     target.mailbox.put(EvictConversation("a"))
     target.run()
-    assert adopted(target, import_of("a", log, parts[1], False)) == 0
-    assert adopted(target, import_of("a", log, parts[0], True)) == 0  # this import is closed
+    assert adopt(target, import_of("a", log, parts[1], False)) == 0
+    assert adopt(target, import_of("a", log, parts[0], True)) == 0  # this import is closed
 
 
 def test_the_oldest_of_too_many_imports_is_closed() -> None:
     source, target = HandOverEngine(), HandOverEngine()
     log = source.say("a", [], list(range(1, 15)))
-    parts = exported(source, "a", len(log))
+    parts = export(source, "a", len(log))
     open_import(target, "a")
     for number in range(IMPORTS_MAX):
         open_import(target, f"b{number}")
-    assert adopted(target, import_of("a", log, parts[0], True)) == 0
+    assert adopt(target, import_of("a", log, parts[0], True)) == 0
 
 
 def test_parts_with_invalid_slot_counts_are_refused() -> None:
@@ -372,7 +374,7 @@ def test_parts_with_invalid_slot_counts_are_refused() -> None:
         open_import(target, "a")
         body = packed(list(range(log))) + bytes(sum(slots) * SLOT.size)
         message = ImportKv(1, "a", first, slots, (0,) * len(slots), log, body, (), True)
-        assert adopted(target, message) == 0
+        assert adopt(target, message) == 0
     assert not target.scheduler.cache.conversations
 
 
@@ -426,7 +428,7 @@ def test_replies_and_replays_are_correct_despite_random_events_between_messages(
                 target.run()
                 open_import(target, name)
                 has_begun = False
-                for part in exported(source, name, len(log), choose.choice((1, 200, 10_000))):
+                for part in export(source, name, len(log), choose.choice((1, 200, 10_000))):
                     act = choose.random()
                     if act < 0.1:
                         target.mailbox.put(EvictConversation(name))
@@ -440,7 +442,7 @@ def test_replies_and_replays_are_correct_despite_random_events_between_messages(
                         target.clock.advance(choose.choice((0.01, 5.0)))
                     message = choose.damage(import_of(name, log, part, not has_begun))
                     if message is not None:
-                        count = adopted(target, message)
+                        count = adopt(target, message)
                         has_begun |= count > 0
                         total_adopted += count
             owner[name] = at

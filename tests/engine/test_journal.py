@@ -74,9 +74,9 @@ def test_a_journal_records_the_shares_and_weights_of_turns() -> None:
     assert admitted == [1, 3, 4, 2]
     lines.seek(0)
     assert replay(lines) == rig.scheduler.counters.iterations
-    alike = lines.getvalue().replace('"weight":4.0', '"weight":0.25')
+    changed = lines.getvalue().replace('"weight":4.0', '"weight":0.25')
     with pytest.raises(ValueError, match="replay plans"):
-        replay(alike.splitlines())
+        replay(changed.splitlines())
 
 
 def test_a_journal_records_the_planning_depth() -> None:

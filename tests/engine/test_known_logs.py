@@ -1,4 +1,4 @@
-"""A turn sends only new tokens. The engine asks for the log unless it holds KV of it."""
+"""A turn sends only new tokens. The engine asks for the log if it does not have it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.fakes import reply_to
 PROMPT = [5, 6, 7]
 
 
-def new(attempt_id: int, name: str, log: list[int], prompt: list[int]) -> SubmitTurn:
-    """Return a turn as the service submits it."""
+def turn_without_log(attempt_id: int, name: str, log: list[int], prompt: list[int]) -> SubmitTurn:
+    """Return a turn that sends only its new tokens, as the service does."""
     length = len(log)
     return SubmitTurn(
         attempt_id, name, packed(prompt), length, options_of(6), first_position=length
@@ -59,7 +59,7 @@ def expected(tokens: list[int]) -> list[int]:
 def test_the_next_turn_of_a_conversation_sends_only_its_message() -> None:
     rig = Rig()
     log = first_turn(rig)
-    rig.mailbox.put(new(2, "a", log, [9]))
+    rig.mailbox.put(turn_without_log(2, "a", log, [9]))
     rig.run()
     assert not needed(rig)
     assert rig.sink.reply_of(2) == expected([*log, 9])
@@ -69,7 +69,7 @@ def test_the_next_turn_of_a_conversation_sends_only_its_message() -> None:
 def test_a_restarted_engine_asks_for_the_log() -> None:
     rig = Rig()
     log = list(range(20))
-    rig.mailbox.put(new(7, "a", log, [9]))
+    rig.mailbox.put(turn_without_log(7, "a", log, [9]))
     rig.run()
     assert needed(rig) == [LogNeeded(7, "a", 20)]
     assert not rig.sink.reply_of(7)
@@ -84,7 +84,7 @@ def test_the_engine_asks_for_the_log_if_both_tiers_dropped_its_kv() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(EvictConversation("a"))
-    rig.mailbox.put(new(2, "a", log, [9]))
+    rig.mailbox.put(turn_without_log(2, "a", log, [9]))
     rig.run()
     assert needed(rig) == [LogNeeded(2, "a", len(log))]
 
@@ -93,7 +93,7 @@ def test_a_rewound_conversation_needs_no_log() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(RewindConversation("a", 3))
-    rig.mailbox.put(new(2, "a", log[:3], [9]))
+    rig.mailbox.put(turn_without_log(2, "a", log[:3], [9]))
     rig.run()
     assert not needed(rig)
     assert rig.sink.reply_of(2) == expected([*log[:3], 9])
@@ -102,7 +102,7 @@ def test_a_rewound_conversation_needs_no_log() -> None:
 def test_a_turn_after_a_lost_rewind_cuts_the_log_itself() -> None:
     rig = Rig()
     log = first_turn(rig)
-    rig.mailbox.put(new(2, "a", log[:3], [9]))
+    rig.mailbox.put(turn_without_log(2, "a", log[:3], [9]))
     rig.run()
     assert not needed(rig)
     assert rig.sink.reply_of(2) == expected([*log[:3], 9])
@@ -112,24 +112,24 @@ def test_a_fork_needs_no_log() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(ForkConversation("a", 4, "b"))
-    rig.mailbox.put(new(2, "b", log[:4], [9]))
+    rig.mailbox.put(turn_without_log(2, "b", log[:4], [9]))
     rig.run()
     assert not needed(rig)
     assert rig.sink.reply_of(2) == expected([*log[:4], 9])
 
 
 def test_the_engine_asks_for_a_log_that_is_longer_than_the_known_one() -> None:
-    """This happens if another engine answered the turn before this one."""
+    """This happens if another engine ran the previous turn."""
     rig = Rig()
     log = first_turn(rig)
-    rig.mailbox.put(new(2, "a", [*log, 1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(2, "a", [*log, 1, 2, 3], [9]))
     rig.run()
     assert needed(rig) == [LogNeeded(2, "a", len(log) + 3)]
 
 
 def test_a_turn_may_be_cancelled_while_it_waits_for_its_log() -> None:
     rig = Rig()
-    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(CancelTurn(7, 3))
     rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
     rig.run()
@@ -139,7 +139,7 @@ def test_a_turn_may_be_cancelled_while_it_waits_for_its_log() -> None:
 
 def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log() -> None:
     rig = Rig()
-    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(DeleteConversation("a"))
     rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
     rig.run()
@@ -150,7 +150,7 @@ def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log() -> Non
 def test_a_turn_replaces_a_warm_that_waits_for_the_log() -> None:
     rig = Rig()
     rig.mailbox.put(warm(7, "a", [1, 2, 3]))
-    rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(8, "a", [1, 2, 3], [9]))
     rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
     rig.mailbox.put(ProvideLog(8, packed([1, 2, 3])))
     rig.run()
@@ -171,15 +171,15 @@ def test_a_waiting_warm_ends_when_its_conversation_is_rewound() -> None:
 
 def test_a_second_turn_is_refused_while_the_first_waits_for_its_log() -> None:
     rig = Rig()
-    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
-    rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(8, "a", [1, 2, 3], [9]))
     rig.run()
     assert end_of(rig, 8).failure == "TURN_RUNNING"
 
 
 def test_a_log_of_the_wrong_length_fails_the_turn() -> None:
     rig = Rig()
-    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(turn_without_log(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(ProvideLog(7, packed([1, 2])))
     rig.run()
     assert end_of(rig, 7).failure == "LOG_MISSING"
@@ -190,10 +190,10 @@ def test_a_log_of_the_wrong_length_fails_the_turn() -> None:
 def test_a_recreated_conversation_does_not_use_the_log_of_the_deleted_one(
     follow_up: str,
 ) -> None:
-    """A new conversation with the name of a deleted one must not use the deleted one's tokens.
+    """A new conversation must not use the tokens of a deleted conversation with the same name.
 
-    When planning one iteration ahead, the deleted conversation stays in the cache until its last slice is
-    committed.
+    If the engine plans one iteration ahead, the deleted conversation stays in the cache until its last slice
+    is committed.
     """
     rig = Rig(depth=2, stops=False)
     rig.mailbox.put(SubmitTurn(1, "y", packed(range(100, 112)), 0, options_of(3)))
@@ -211,7 +211,7 @@ def test_a_recreated_conversation_does_not_use_the_log_of_the_deleted_one(
         rig.mailbox.put(CancelTurn(2, 12))
         rig.mailbox.put(RewindConversation("x", 0))
     rig.mailbox.put(ForkConversation("y", len(log), "x"))
-    rig.mailbox.put(new(3, "x", log, [7, 8]))
+    rig.mailbox.put(turn_without_log(3, "x", log, [7, 8]))
     rig.engine.step()
     assert needed(rig) == [LogNeeded(3, "x", len(log))]
     rig.mailbox.put(ProvideLog(3, packed(log)))
@@ -237,7 +237,7 @@ def test_a_fork_of_a_recreated_conversation_takes_no_kv_of_the_deleted_one() -> 
     log = list(range(500, 510))
     rig.mailbox.put(DeleteConversation("x"))
     rig.mailbox.put(ForkConversation("x", len(log), "y"))
-    rig.mailbox.put(new(3, "y", log, [7, 8]))
+    rig.mailbox.put(turn_without_log(3, "y", log, [7, 8]))
     rig.engine.step()
     assert needed(rig) == [LogNeeded(3, "y", len(log))]
     rig.mailbox.put(ProvideLog(3, packed(log)))
@@ -247,7 +247,9 @@ def test_a_fork_of_a_recreated_conversation_takes_no_kv_of_the_deleted_one() -> 
     assert usage.device_tokens + usage.host_tokens == 0
 
 
-def under(attempt_id: int, name: str, prefix: list[int], prompt: list[int]) -> SubmitTurn:
+def first_turn_under_prefix(
+    attempt_id: int, name: str, prefix: list[int], prompt: list[int]
+) -> SubmitTurn:
     """Return the first turn of a conversation under a declared prefix."""
     return SubmitTurn(
         *(attempt_id, name, packed([*prefix, *prompt]), len(prefix), options_of(6)), root="r"
@@ -257,7 +259,7 @@ def under(attempt_id: int, name: str, prefix: list[int], prompt: list[int]) -> S
 PREFIX = list(range(300, 312))
 
 
-def warmed(rig: Rig, prefix: list[int], attempt_id: int = 1) -> None:
+def warm_prefix(rig: Rig, prefix: list[int], attempt_id: int = 1) -> None:
     rig.mailbox.put(replace(warm(attempt_id, "p", prefix), root="r"))
     rig.engine.step()
     rig.mailbox.put(ProvideLog(attempt_id, packed(prefix)))
@@ -266,10 +268,10 @@ def warmed(rig: Rig, prefix: list[int], attempt_id: int = 1) -> None:
 
 def test_a_conversation_under_a_warm_prefix_computes_only_its_own_tokens() -> None:
     rig = Rig()
-    warmed(rig, PREFIX)
+    warm_prefix(rig, PREFIX)
     before = len(needed(rig))
     for number, name in enumerate(("a", "b"), 2):
-        rig.mailbox.put(under(number, name, PREFIX, [number]))
+        rig.mailbox.put(first_turn_under_prefix(number, name, PREFIX, [number]))
         rig.run()
         assert rig.sink.reply_of(number) == expected([*PREFIX, number])
         usage = end_of(rig, number).usage
@@ -280,8 +282,8 @@ def test_a_conversation_under_a_warm_prefix_computes_only_its_own_tokens() -> No
 
 def test_a_dropped_conversation_reuses_its_declared_prefix() -> None:
     rig = Rig()
-    warmed(rig, PREFIX)
-    rig.mailbox.put(under(2, "a", PREFIX, [2]))
+    warm_prefix(rig, PREFIX)
+    rig.mailbox.put(first_turn_under_prefix(2, "a", PREFIX, [2]))
     rig.run()
     log = [*PREFIX, 2, *rig.sink.reply_of(2)]
     rig.mailbox.put(DeleteConversation("a"))  # so that the engine has lost the conversation
@@ -306,7 +308,7 @@ def test_a_provided_log_replaces_whatever_is_cached_under_its_name() -> None:
     rig = Rig()
     log = first_turn(rig)
     other = [*log[:3], *range(500, 520)]
-    rig.mailbox.put(new(2, "a", other, [9]))
+    rig.mailbox.put(turn_without_log(2, "a", other, [9]))
     rig.run()
     assert needed(rig) == [LogNeeded(2, "a", len(other))]
     rig.mailbox.put(ProvideLog(2, packed(other)))

@@ -37,8 +37,8 @@ def figures(rig: Rig) -> dict[str, float]:
     return found
 
 
-def two_replies(rig: Rig) -> None:
-    """The gaps are 0.1, 0.1, 0.1, 0.2 s, then 1.0 s for both turns. First tokens come after 0.5 and 0.2 s."""
+def run_two_replies(rig: Rig) -> None:
+    """Run two turns. Gaps: 0.1, 0.1, 0.1, 0.2 s, then 1.0 s for both. First tokens: after 0.5 and 0.2 s."""
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
     rig.take(0.5, 0.1, 0.1, 0.1)
     rig.mailbox.put(submit(2, "b", [], [5, 6, 7, 8], reply=2))
@@ -48,7 +48,7 @@ def two_replies(rig: Rig) -> None:
 
 def test_token_gaps_and_first_tokens_are_compared_with_their_objectives() -> None:
     rig = rig_with(tbt=0.25, ttft=0.3)
-    two_replies(rig)
+    run_two_replies(rig)
     found = figures(rig)
     assert (found["tbt_count"], found["ttft_count"]) == (6, 2)
     assert found["tbt_attained"] == pytest.approx(4 / 6)
@@ -62,7 +62,7 @@ def test_token_gaps_and_first_tokens_are_compared_with_their_objectives() -> Non
 
 def test_without_objectives_times_are_reported_but_no_attainment() -> None:
     rig = rig_with()
-    two_replies(rig)
+    run_two_replies(rig)
     found = figures(rig)
     assert found["tbt_p99_seconds"] == pytest.approx(1.0, rel=0.02)
     assert not {"tbt_attained", "ttft_attained", "tbt_objective_seconds"} & found.keys()
@@ -73,7 +73,7 @@ def test_a_gap_far_above_the_median_is_a_stall_unless_the_objective_allows_it(
     tbt: float, stalls: int
 ) -> None:
     rig = rig_with(tbt)
-    two_replies(rig)
+    run_two_replies(rig)
     assert figures(rig)["stalls"] == stalls
 
 
@@ -105,9 +105,9 @@ def test_a_token_gap_during_a_suspension_and_the_suspension_are_counted() -> Non
         at = rig.clock.now()
         if not rig.engine.step():
             break
-        present = {turn.attempt_id for turn in rig.scheduler.suspended}
-        times += [at - suspended_since.pop(each) for each in suspended_since.keys() - present]
-        suspended_since |= dict.fromkeys(present - suspended_since.keys(), at)
+        suspended = {turn.attempt_id for turn in rig.scheduler.suspended}
+        times += [at - suspended_since.pop(each) for each in suspended_since.keys() - suspended]
+        suspended_since |= dict.fromkeys(suspended - suspended_since.keys(), at)
     found = figures(rig)
     assert found["suspensions"] == found["resumptions"] == found["suspended_count"] == len(times)
     assert len(times) >= 1

@@ -10,8 +10,7 @@ import pytest
 
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
-from pensieve.engine import messages as box
-from pensieve.engine import pipe as channel
+from pensieve.engine import messages, pipe
 from pensieve.sampling import Sampling
 
 FULL = Sampling(
@@ -24,73 +23,75 @@ FULL = Sampling(
     logit_bias=((7, -1.5), (9, 2.0)),
 )
 MESSAGES = [
-    box.SubmitTurn(
+    messages.SubmitTurn(
         1, "acme/trip-42", array("I", [0, 2**32 - 1, 5]).tobytes(), 2, TurnOptions(FULL, 3, 60.0)
     ),
-    box.SubmitTurn(2, "c", b"", 9, warm=True, first_position=9),
-    box.ProvideLog(2, array("I", [7, 8, 9]).tobytes()),
-    box.CancelTurn(1, 17),
-    box.ForkConversation("a", 5, "b"),
-    box.RewindConversation("a", 0),
-    box.DeleteConversation("a"),
-    box.EvictConversation("a", True, 9),
-    box.ListCached(3, 20, True),
-    box.Explain(4, "a"),
-    box.Picture(7, 50, "acme/"),
-    box.GetStats(5),
-    box.CheckIntegrity(6),
-    box.ExportKv(7, "acme/c", 100, 2, 1 << 20),
-    box.OpenImport("acme/c"),
-    box.ImportKv(8, "c", 1, (4, 2), (1 << 31, 0), 2, b"\x00\xff" * 9, (1,), True),
+    messages.SubmitTurn(2, "c", b"", 9, warm=True, first_position=9),
+    messages.ProvideLog(2, array("I", [7, 8, 9]).tobytes()),
+    messages.CancelTurn(1, 17),
+    messages.ForkConversation("a", 5, "b"),
+    messages.RewindConversation("a", 0),
+    messages.DeleteConversation("a"),
+    messages.EvictConversation("a", True, 9),
+    messages.ListCached(3, 20, True),
+    messages.Explain(4, "a"),
+    messages.Picture(7, 50, "acme/"),
+    messages.GetStats(5),
+    messages.CheckIntegrity(6),
+    messages.ExportKv(7, "acme/c", 100, 2, 1 << 20),
+    messages.OpenImport("acme/c"),
+    messages.ImportKv(8, "c", 1, (4, 2), (1 << 31, 0), 2, b"\x00\xff" * 9, (1,), True),
 ]
-EVENTS: list[box.EngineEvent] = [
+EVENTS: list[messages.EngineEvent] = [
     SampledToken(1, 5, "Grüße 日本\x00\n"),
     SampledToken(1, 6, "", True, -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
-    box.LogNeeded(2, "c", 9),
-    box.TurnAdmitted(2),
-    box.TurnAdmitted(3, 77),
-    box.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
-    box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
-    box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),
-    box.KvExported(9, "RUNS"),
+    messages.LogNeeded(2, "c", 9),
+    messages.TurnAdmitted(2),
+    messages.TurnAdmitted(3, 77),
+    messages.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
+    messages.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
+    messages.Answer(
+        3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))
+    ),
+    messages.KvExported(9, "RUNS"),
 ]
-PART = box.KvExported(3, "", 2, (4, 4), (1, 2), 16, "d", 2, b"\x00\xff" * 9)
+PART = messages.KvExported(3, "", 2, (4, 4), (1, 2), 16, "d", 2, b"\x00\xff" * 9)
 
 
-def all_through(packed: bytes) -> list[channel.Frame]:
+def frames_through_pipe(packed: bytes) -> list[pipe.Frame]:
     """Send bytes through a real pipe."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(packed)
         theirs.shutdown(socket.SHUT_WR)
-        return list(channel.frames(ours))
+        return list(pipe.frames(ours))
 
 
-def through(packed: bytes) -> channel.Frame:
-    (frame,) = all_through(packed)
+def frame_through_pipe(packed: bytes) -> pipe.Frame:
+    (frame,) = frames_through_pipe(packed)
     return frame
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_arrives_as_it_was_sent(message: box.EngineMessage) -> None:
-    assert channel.message_of(through(channel.pack_message(message))) == message
+def test_a_message_arrives_as_it_was_sent(message: messages.EngineMessage) -> None:
+    assert pipe.message_of(frame_through_pipe(pipe.pack_message(message))) == message
 
 
 def test_every_kind_of_message_and_event_crosses_the_pipe() -> None:
-    assert {type(each) for each in MESSAGES} == set(box.EngineMessage.__args__)
-    assert {type(each) for each in EVENTS} == set(box.EngineEvent.__args__)
+    assert {type(each) for each in MESSAGES} == set(messages.EngineMessage.__args__)
+    assert {type(each) for each in EVENTS} == set(messages.EngineEvent.__args__)
 
 
 def test_events_arrive_as_they_were_published() -> None:
-    assert channel.events_of(through(channel.pack_events(EVENTS))) == EVENTS
+    assert pipe.events_of(frame_through_pipe(pipe.pack_events(EVENTS))) == EVENTS
 
 
 def test_an_event_with_bytes_gets_a_separate_frame() -> None:
-    first, last = box.TurnAdmitted(1), box.TurnAdmitted(2)
-    packed = channel.pack_events([first, PART, first, last])
-    frames = [channel.events_of(each) for each in all_through(packed)]
+    first, last = messages.TurnAdmitted(1), messages.TurnAdmitted(2)
+    packed = pipe.pack_events([first, PART, first, last])
+    frames = [pipe.events_of(each) for each in frames_through_pipe(packed)]
     assert frames == [[first], [PART], [first, last]]
-    assert channel.events_of(through(channel.pack_events([PART]))) == [PART]
+    assert pipe.events_of(frame_through_pipe(pipe.pack_events([PART]))) == [PART]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,9 @@ def test_an_event_with_bytes_gets_a_separate_frame() -> None:
         (["TurnOptions", 1], b""),
     ],
 )
-def test_an_invalid_message_is_refused(frame: channel.Frame) -> None:
-    with pytest.raises(channel.BrokenPipe):
-        channel.message_of(frame)
+def test_an_invalid_message_is_refused(frame: pipe.Frame) -> None:
+    with pytest.raises(pipe.BrokenPipe):
+        pipe.message_of(frame)
 
 
 @pytest.mark.parametrize(
@@ -121,22 +122,22 @@ def test_an_invalid_message_is_refused(frame: channel.Frame) -> None:
         (["events", [["TurnEnded", 1, "c", "gone", []]]], b""),
     ],
 )
-def test_an_invalid_event_is_refused(frame: channel.Frame) -> None:
-    with pytest.raises(channel.BrokenPipe):
-        channel.events_of(frame)
+def test_an_invalid_event_is_refused(frame: pipe.Frame) -> None:
+    with pytest.raises(pipe.BrokenPipe):
+        pipe.events_of(frame)
 
 
 @pytest.mark.parametrize(
     ("written", "problem"),
     [
-        (channel.LENGTHS.pack(2, 1 << 30), "a head of 2 and a body of 1,073,741,824 bytes"),
-        (channel.LENGTHS.pack(0, 0), "a head of 0"),
-        (channel.LENGTHS.pack(9, 0) + b"[1]", "ended within a frame"),
+        (pipe.LENGTHS.pack(2, 1 << 30), "a head of 2 and a body of 1,073,741,824 bytes"),
+        (pipe.LENGTHS.pack(0, 0), "a head of 0"),
+        (pipe.LENGTHS.pack(9, 0) + b"[1]", "ended within a frame"),
         (b"\x01\x00\x00", "ended within a frame"),
-        (channel.LENGTHS.pack(3, 0) + b"[1,", "not JSON"),
-        (channel.LENGTHS.pack(2, 0) + b"{}", "without a kind"),
+        (pipe.LENGTHS.pack(3, 0) + b"[1,", "not JSON"),
+        (pipe.LENGTHS.pack(2, 0) + b"{}", "without a kind"),
     ],
 )
 def test_an_invalid_frame_is_refused(written: bytes, problem: str) -> None:
-    with pytest.raises(channel.BrokenPipe, match=problem):
-        through(written)
+    with pytest.raises(pipe.BrokenPipe, match=problem):
+        frame_through_pipe(written)

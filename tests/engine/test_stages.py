@@ -24,7 +24,10 @@ def staged(config: SchedulerConfig, stages: int) -> SchedulerConfig:
 
 
 class Watch:
-    """An observer that records the turns of each iteration. It checks that no slice awaits a token."""
+    """An observer that records the turns of each iteration.
+
+    It also checks that no slice is planned before its last token has been sampled.
+    """
 
     def __init__(self) -> None:
         self.turns: list[list[int]] = []
@@ -48,7 +51,7 @@ class Watch:
         return
 
 
-def watched(
+def rig_with_watch(
     stages: int, config: SchedulerConfig = SCHEDULER, **options: object
 ) -> tuple[Rig, Watch]:
     rig = Rig(depth=stages, scheduler=staged(config, stages), **options)  # type: ignore[arg-type]
@@ -58,7 +61,7 @@ def watched(
 
 
 def test_generating_turns_are_divided_among_the_iterations_in_flight() -> None:
-    rig, watch = watched(2, stops=False)
+    rig, watch = rig_with_watch(2, stops=False)
     for attempt_id in range(1, 5):
         rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id], reply=6))
     rig.run()
@@ -72,7 +75,7 @@ def test_generating_turns_are_divided_among_the_iterations_in_flight() -> None:
 
 
 def test_a_single_turn_waits_for_its_own_token() -> None:
-    rig, watch = watched(3, stops=False)
+    rig, watch = rig_with_watch(3, stops=False)
     rig.mailbox.put(submit(1, "a", [], [1, 2], reply=5))
     rig.run()
     assert watch.turns == [[1]] * 5
@@ -81,7 +84,7 @@ def test_a_single_turn_waits_for_its_own_token() -> None:
 
 
 def test_the_pieces_of_a_prompt_follow_each_other_without_waiting() -> None:
-    rig, watch = watched(3, stops=False)
+    rig, watch = rig_with_watch(3, stops=False)
     rig.mailbox.put(submit(1, "a", [], list(range(40)), reply=1))
     rig.run()
     assert watch.turns == [[1], [1], [1]]  # 16, 16 and 8 tokens
@@ -91,7 +94,9 @@ def test_the_pieces_of_a_prompt_follow_each_other_without_waiting() -> None:
 def test_micro_batches_are_balanced_by_time_and_not_by_number_of_turns() -> None:
     """If reading keys takes most of the time, one long context costs as much as many short contexts."""
     by_keys = IterationCost(0.0, 1.0, 0.0, 1.0, 0.0)
-    rig, watch = watched(2, replace(SCHEDULER, cost=by_keys, batch_tokens_max=32), stops=False)
+    rig, watch = rig_with_watch(
+        2, replace(SCHEDULER, cost=by_keys, batch_tokens_max=32), stops=False
+    )
     rig.mailbox.put(submit(1, "long", [], list(range(24)), reply=9))
     for attempt_id in range(2, 5):
         rig.mailbox.put(submit(attempt_id, f"c{attempt_id}", [], [attempt_id], reply=9))
@@ -106,7 +111,7 @@ def test_limits_apply_to_all_iterations_between_two_tokens_of_a_turn() -> None:
     sizes = {}
     for stages in (1, 2):
         config = replace(SCHEDULER, cost=cost, batch_tokens_max=512, prompt_seconds_max=0.064)
-        rig, _ = watched(stages, config, stops=False)
+        rig, _ = rig_with_watch(stages, config, stops=False)
         sizes[stages] = rig.scheduler.time_budget._added_max
     assert sizes == {1: 0.064, 2: 0.032}
 
@@ -116,7 +121,7 @@ def test_every_reply_is_correct_with_a_pipeline(stages: int) -> None:
     """Run turns, cancels, forks, rewinds, deletions and evictions. Every commit is audited."""
     total: Counter[str] = Counter()
     for seed in range(40 * SCALE):
-        rig, watch = watched(stages, seed=seed, failing=0.01 if seed % 2 else 0.0)
+        rig, watch = rig_with_watch(stages, seed=seed, failing=0.01 if seed % 2 else 0.0)
         try:
             traffic(rig, seed, 60, reply_max=30)
         except BaseException as error:
@@ -136,7 +141,7 @@ def test_every_reply_is_correct_with_a_pipeline(stages: int) -> None:
 
 def test_a_journal_of_stages_replays_to_the_same_iterations() -> None:
     lines = io.StringIO()
-    rig, _ = watched(3, seed=1, journal=lines, failing=0.02)
+    rig, _ = rig_with_watch(3, seed=1, journal=lines, failing=0.02)
     traffic(rig, 1, 60)
     lines.seek(0)
     assert replay(lines) == rig.scheduler.counters.iterations > 60

@@ -1,4 +1,4 @@
-"""A turn whose constraint is not ready is held. No other turn waits, and events can meet a held turn."""
+"""A turn whose constraint is not ready is held. Other turns do not wait. Messages can end a held turn."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def test_held_turns_do_not_wait_for_each_other() -> None:
     assert list(ended(rig)) == [3, 1, 2]
 
 
-@pytest.mark.parametrize("how", [CancelTurn(1, 0), DeleteConversation("slow")])
-def test_a_held_turn_may_be_cancelled_and_its_conversation_deleted(how: object) -> None:
+@pytest.mark.parametrize("message", [CancelTurn(1, 0), DeleteConversation("slow")])
+def test_a_held_turn_may_be_cancelled_and_its_conversation_deleted(message: object) -> None:
     rig = HoldingRig()
     rig.put(1, "slow")
     rig.run()
-    rig.mailbox.put(how)  # type: ignore[arg-type]
+    rig.mailbox.put(message)  # type: ignore[arg-type]
     rig.run()
     assert ended(rig) == {1: "cancelled"}
     assert rig.compiling.forgotten == [1]

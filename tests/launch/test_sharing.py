@@ -76,7 +76,7 @@ async def two(folder: Path) -> AsyncIterator[Two]:
         for part in found.parts:
             await part.start(waits=False)
         for part in found.parts:
-            await part.ready()
+            await part.wait_until_ready()
         yield found
     finally:
         for part in found.parts:

@@ -382,7 +382,7 @@ def test_tool_calls_are_matched_even_if_the_client_rewrites_them(bindings: Bindi
 def test_a_history_is_found_even_if_the_client_drops_thinking(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second token is marked as thinking, as the marks of a model would do."""
+    """The daemon takes every second token of a reply for thinking."""
     numbers = iter(range(10**6))
     monkeypatch.setattr(
         "pensieve.text.parts.PartMarker.push",
@@ -672,11 +672,11 @@ def test_another_turn_between_lookup_and_begin_causes_a_fork(
     talk = Talk(bindings)
     first = talk.say("One").conversation_id
     begin = bindings.rig.daemon.begin
-    came = threading.Event()
+    other_began = threading.Event()
 
     async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
-        if not came.is_set():
-            came.set()
+        if not other_began.is_set():
+            other_began.set()
             other = replace(ask, messages=(Message("user", "By gRPC"),), chain=None)
             live = await begin(other, seconds_left)
             await bindings.rig.daemon.conversations.followers.follow(live, take_nothing)

@@ -65,7 +65,7 @@ def rewritten_json(value: Any, order: random.Random) -> Any:
 
 
 def resent(message: Message, number: int, order: random.Random) -> Message:
-    """Change and drop what clients usually change and drop when they send a message back."""
+    """Return the message with the usual changes and omissions of a client that sends it back."""
     calls = tuple(
         ToolCall(call.name, rewritten_json(dict(call.arguments), order), f"own-{number}-{place}")
         for place, call in enumerate(message.tool_calls)

@@ -33,7 +33,7 @@ def policy(**cost: float) -> ReturnPolicy:
     )
 
 
-def live(
+def simulate(
     model: ReturnModel,
     now: float,
     seconds: float,
@@ -41,7 +41,7 @@ def live(
     gap: float,
     ended: EndedTurn = MESSAGE,
 ) -> float:
-    """Simulate one first turn per second. The fraction `returns` returns after about `gap` seconds."""
+    """Simulate one first turn per second. A fraction `returns` of the conversations returns after `gap`."""
     draw = random.Random(int(now))
     due: list[tuple[float, str]] = []
     end = now + seconds
@@ -62,7 +62,7 @@ def expected(model: ReturnModel, now: float, idle: float = 0.0) -> float:
     return model.turn_ended("just now", MESSAGE, now) * model.worth(idle)
 
 
-def held(*holders: tuple[float, float]) -> Branch:
+def branch_of(*holders: tuple[float, float]) -> Branch:
     """Return a branch with holders (idle since, ratio). The last holder was used most recently."""
     branch = Branch(None, 0, holders[-1][0], 3)
     for number, (since, ratio) in enumerate(holders):
@@ -101,7 +101,7 @@ def test_the_return_model_starts_with_a_sensible_prior() -> None:
 
 def test_worth_never_rises_with_idle_time() -> None:
     model = ReturnModel()
-    live(model, 0.0, 900.0, 0.5, 200.0)
+    simulate(model, 0.0, 900.0, 0.5, 200.0)
     worths = [model.worth(edge) for edge in (0.0, *EDGES)]
     assert worths == sorted(worths, reverse=True)
     assert worths[-1] > 0
@@ -109,8 +109,8 @@ def test_worth_never_rises_with_idle_time() -> None:
 
 def test_the_return_model_learns_how_soon_conversations_return() -> None:
     quick, slow = ReturnModel(), ReturnModel()
-    live(quick, 0.0, 1800.0, 0.5, 8.0)
-    live(slow, 0.0, 1800.0, 0.5, 300.0)
+    simulate(quick, 0.0, 1800.0, 0.5, 8.0)
+    simulate(slow, 0.0, 1800.0, 0.5, 300.0)
     assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), (
         "quick returns must be worth more, as they free the page sooner"
     )
@@ -122,8 +122,8 @@ def test_the_return_model_learns_which_conversations_return() -> None:
     """After long answers, conversations usually continue. After short answers, they do not."""
     model, now = ReturnModel(), 0.0
     for _ in range(20):
-        now = live(model, now, 60.0, 0.6, 30.0, EndedTurn(1500, 1000))
-        now = live(model, now + 100.0, 60.0, 0.02, 30.0, EndedTurn(1500, 30)) + 100.0
+        now = simulate(model, now, 60.0, 0.6, 30.0, EndedTurn(1500, 1000))
+        now = simulate(model, now + 100.0, 60.0, 0.02, 30.0, EndedTurn(1500, 30)) + 100.0
     ratios = [model.turn_ended(f"x{size}", EndedTurn(1500, size), now) for size in (30, 1000)]
     assert ratios[1] > 2.5 * ratios[0], ratios
 
@@ -134,8 +134,8 @@ def test_away_hints_count_only_as_far_as_they_prove_true() -> None:
     ended = EndedTurn(1500, 250, 0, 86_400.0)
     believed = model.turn_ended("x", ended, now)
     for _ in range(10):
-        now = live(model, now, 60.0, 0.9, 30.0, ended) + 60.0
-        now = live(model, now, 60.0, 0.4, 30.0) + 60.0
+        now = simulate(model, now, 60.0, 0.9, 30.0, ended) + 60.0
+        now = simulate(model, now, 60.0, 0.4, 30.0) + 60.0
     without = model.turn_ended("z", MESSAGE, now)
     assert model.turn_ended("y", ended, now) > 0.5 * without
     assert believed < 0.1
@@ -143,12 +143,12 @@ def test_away_hints_count_only_as_far_as_they_prove_true() -> None:
 
 def test_the_return_model_adapts_to_a_shifting_workload() -> None:
     model = ReturnModel()
-    now = live(model, 0.0, 3600.0, 0.5, 200.0)
+    now = simulate(model, 0.0, 3600.0, 0.5, 200.0)
     before = expected(model, now)
-    now = live(model, now, 1200.0, 0.3, 6.0)
+    now = simulate(model, now, 1200.0, 0.3, 6.0)
     quick = expected(model, now)
     assert quick > 4 * before, "within twenty minutes"
-    now = live(model, now, 1200.0, 0.0, 1.0)
+    now = simulate(model, now, 1200.0, 0.0, 1.0)
     assert expected(model, now) < 0.75 * quick, "conversations no longer return"
 
 
@@ -220,7 +220,7 @@ def test_no_client_hint_raises_the_value_of_a_conversation() -> None:
 def test_learned_return_times_fade_to_the_prior() -> None:
     """The learned times of returns fade to the prior. Weights stay, but new turns can change them easily."""
     model = ReturnModel()
-    now = live(model, 0.0, 1800.0, 0.9, 10.0)
+    now = simulate(model, 0.0, 1800.0, 0.9, 10.0)
     assert model.worth(60.0) < 0.1 * model.worth(0.0)
     assert model._certainty[0] > 10 * PRIOR_CERTAINTY
     for minute in range(60 * 20):
@@ -231,30 +231,36 @@ def test_learned_return_times_fade_to_the_prior() -> None:
 
 
 def test_value_is_cost_times_the_sum_over_the_holders() -> None:
-    learnt = policy()
-    one = learnt.value_class_of(held((0.0, 1.0)), 0, 100.0)
+    return_policy = policy()
+    one = return_policy.value_class_of(branch_of((0.0, 1.0)), 0, 100.0)
     assert one == UNIT_VALUE_CLASS
-    assert learnt.value_class_of(held((0.0, 1.0)), 1000, 100.0) > one, "later chunks cost more"
-    twice = held((0.0, 1.0), (0.0, 1.0))
-    assert learnt.value_class_of(twice, 0, 100.0) == one + int(
-        math.log(2, learnt.value_class_ratio)
+    assert return_policy.value_class_of(branch_of((0.0, 1.0)), 1000, 100.0) > one, (
+        "later chunks cost more"
     )
-    likely = held((0.0, 4.0), (0.0, 2.0))
-    assert learnt.value_class_of(likely, 0, 100.0) == one + int(
-        math.log(6, learnt.value_class_ratio)
+    twice = branch_of((0.0, 1.0), (0.0, 1.0))
+    assert return_policy.value_class_of(twice, 0, 100.0) == one + int(
+        math.log(2, return_policy.value_class_ratio)
     )
-    learnt.trial.followed = Order.LEARNED
-    assert learnt.value(one, 10.0) == pytest.approx(
-        COST.chunk_seconds(0) * learnt.model.worth(10.0)
+    likely = branch_of((0.0, 4.0), (0.0, 2.0))
+    assert return_policy.value_class_of(likely, 0, 100.0) == one + int(
+        math.log(6, return_policy.value_class_ratio)
     )
-    learnt.trial.followed = Order.LRU
-    assert learnt.value(one, 10.0) == learnt.value(one + 9, 10.0) == COST.chunk_seconds(0) / 10
+    return_policy.trial.followed = Order.LEARNED
+    assert return_policy.value(one, 10.0) == pytest.approx(
+        COST.chunk_seconds(0) * return_policy.model.worth(10.0)
+    )
+    return_policy.trial.followed = Order.LRU
+    assert (
+        return_policy.value(one, 10.0)
+        == return_policy.value(one + 9, 10.0)
+        == COST.chunk_seconds(0) / 10
+    )
 
 
 def test_chunks_that_are_faster_to_recompute_are_not_swapped_in() -> None:
     seconds = COST.chunk_seconds(320)
-    learnt = policy(copy_seconds=seconds)
-    assert [learnt.worth_swapping_in(index) for index in (0, 8, 9, 100)] == [
+    return_policy = policy(copy_seconds=seconds)
+    assert [return_policy.worth_swapping_in(index) for index in (0, 8, 9, 100)] == [
         False,
         False,
         True,
@@ -264,13 +270,15 @@ def test_chunks_that_are_faster_to_recompute_are_not_swapped_in() -> None:
 
 
 def test_chunks_unlikely_to_be_used_again_are_not_swapped_out() -> None:
-    learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
-    assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "the model has learned nothing yet"
-    learnt.trial.followed = Order.LEARNED
-    likely, unlikely = held((0.0, 1.0)), held((0.0, 0.02))
-    assert learnt.worth_swapping_out(likely, 0, 1.0)
-    assert not learnt.worth_swapping_out(unlikely, 0, 1.0)
-    assert not learnt.worth_swapping_out(likely, 0, 5000.0), (
+    return_policy = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
+    assert return_policy.worth_swapping_out(branch_of((0.0, 0.02)), 0, 1.0), (
+        "the model has learned nothing yet"
+    )
+    return_policy.trial.followed = Order.LEARNED
+    likely, unlikely = branch_of((0.0, 1.0)), branch_of((0.0, 0.02))
+    assert return_policy.worth_swapping_out(likely, 0, 1.0)
+    assert not return_policy.worth_swapping_out(unlikely, 0, 1.0)
+    assert not return_policy.worth_swapping_out(likely, 0, 5000.0), (
         "the conversation has been idle for too long"
     )
     assert policy().worth_swapping_out(unlikely, 0, 1.0)
@@ -292,24 +300,26 @@ def test_with_a_slow_link_the_cache_recomputes_instead_of_swapping_in() -> None:
 
 
 def test_random_factors_apply_only_while_the_random_order_is_followed() -> None:
-    learnt = policy()
-    learnt.turn_ended("a", MESSAGE, 0.0)
-    learnt.turn_ended("b", MESSAGE, 0.0)
-    assert (learnt.value_factor_of("a"), learnt.value_factor_of("job")) == (1.0, 1.0)
-    learnt.trial.followed = Order.RANDOM
-    a, b = learnt.value_factor_of("a"), learnt.value_factor_of("b")
+    return_policy = policy()
+    return_policy.turn_ended("a", MESSAGE, 0.0)
+    return_policy.turn_ended("b", MESSAGE, 0.0)
+    assert (return_policy.value_factor_of("a"), return_policy.value_factor_of("job")) == (1.0, 1.0)
+    return_policy.trial.followed = Order.RANDOM
+    a, b = return_policy.value_factor_of("a"), return_policy.value_factor_of("b")
     assert len({a, b, 1.0}) == 3
-    assert learnt.value_factor_of("job") <= min(a, b), "conversations of batch jobs do not return"
-    learnt.forked("a", "fork", 1.0)
-    learnt.turn_ended("fork", MESSAGE, 2.0)
-    learnt.turn_ended("a", MESSAGE, 2.0)
-    assert learnt.value_factor_of("fork") == learnt.value_factor_of("a") == a
+    assert return_policy.value_factor_of("job") <= min(a, b), (
+        "conversations of batch jobs do not return"
+    )
+    return_policy.forked("a", "fork", 1.0)
+    return_policy.turn_ended("fork", MESSAGE, 2.0)
+    return_policy.turn_ended("a", MESSAGE, 2.0)
+    assert return_policy.value_factor_of("fork") == return_policy.value_factor_of("a") == a
 
 
 def test_a_small_factor_lowers_the_value_but_not_the_return_probability() -> None:
-    learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
-    learnt.trial.followed = Order.LEARNED
-    branch = held((0.0, 1.0))
+    return_policy = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
+    return_policy.trial.followed = Order.LEARNED
+    branch = branch_of((0.0, 1.0))
     next(iter(branch.holders)).value_factor = 0.1
-    assert learnt.value_class_of(branch, 0, 1.0) < UNIT_VALUE_CLASS
-    assert learnt.worth_swapping_out(branch, 0, 1.0)
+    assert return_policy.value_class_of(branch, 0, 1.0) < UNIT_VALUE_CLASS
+    assert return_policy.worth_swapping_out(branch, 0, 1.0)
