@@ -150,11 +150,11 @@ class ReplyTokens:
     def num_thinking(self) -> int:
         return sum(self.is_of(Part.THINKING))
 
-    def pieces(self, cutter: ReplyPieces) -> list[Piece]:
-        """Return the pieces of these tokens. `cutter` must have seen all earlier tokens of the reply."""
+    def pieces(self, reply_pieces: ReplyPieces) -> list[Piece]:
+        """Return the pieces of these tokens. `reply_pieces` must have got all earlier tokens of the reply."""
         found: list[Piece] = []
         for text, part in zip(self.texts, self.parts, strict=True):
-            found += cutter.push(text, part)
+            found += reply_pieces.push(text, part)
         return found
 
 
