@@ -204,7 +204,7 @@ class WaitingTurn(NamedTuple):
 
 
 class _Share:
-    """The prompts of one tenant that have no token yet."""
+    """The turns of one tenant that have no token yet."""
 
     def __init__(self) -> None:
         self.weight = 1.0

@@ -60,7 +60,7 @@ LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens",
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 SWEEP_SECONDS = 1.0
 STALL_LOGGED_SECONDS = 1.0  # a longer stall of the event loop is logged
-CALL_TOKENS = 1  # charged for each call that changes the history, where tokens are limited
+CALL_TOKENS = 1  # charged for each call that changes the history, if tokens are limited
 LOADING = "the model is loading; retry in a few seconds"
 
 

@@ -43,9 +43,9 @@ class RecomputeReason(StrEnum):
 class TurnPhase(Enum):
     """The phase of a live turn. `TurnEnds` changes it (turn_ends.py)."""
 
-    RUNNING = "running"  # the engine has it
-    COMMITTING = "committing"  # the engine has ended it; the store writes its end
-    GIVING_UP = "giving_up"  # nothing of it is kept; the store writes the interruption
+    RUNNING = "running"  # the engine has the turn
+    COMMITTING = "committing"  # the engine has ended the turn; the store writes the end
+    GIVING_UP = "giving_up"  # nothing of the turn is kept; the store writes the interruption
     ENDED = "ended"  # `finish` is set
 
 

@@ -21,8 +21,8 @@ processes may write to the database, commits do no extra work, and checkpoints a
 transaction is closed before the backup folder is written, because that folder may be slow, full or
 unreachable.
 
-`restore` checks every file and the whole restored database. Only then does it replace the history of a data
-folder.
+`restore` checks every file and the whole restored database. It replaces the history of a data folder only
+after these checks.
 
 Deleted text stays in a generation until the generation is dropped (see docs/backup.md).
 """

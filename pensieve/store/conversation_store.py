@@ -580,7 +580,7 @@ class ConversationStore:
 
     def take(self, conversation_id: str, *, tenant: str = "") -> None:
         """Like `claim`, but also from a live daemon, unless that daemon runs a turn of the conversation."""
-        self.owners.claim(conversation_id, tenant=tenant, takes=True)
+        self.owners.claim(conversation_id, tenant=tenant, from_live_owner=True)
 
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         self.owners.announce(address, http_address, metrics_address)

@@ -218,13 +218,13 @@ class Owners:
         conversation: StoredConversation,
         owner: int | None = None,
         *,
-        takes: bool = False,
+        from_live_owner: bool = False,
     ) -> StoredConversation:
         """Claim the conversation for this daemon. Return the conversation as it is after the claim.
 
         The claim interrupts a turn that was running. `owner` is the owner's session, if the caller has read
-        it. With `takes`, a conversation without a running turn is also taken from a live daemon. For a
-        declared prefix, which has no owner, nothing happens.
+        it. With `from_live_owner`, a conversation without a running turn is also taken from a live daemon.
+        For a declared prefix, which has no owner, nothing happens.
 
         Raises:
             OwnedElsewhere: another daemon has the conversation.
@@ -239,7 +239,7 @@ class Owners:
             return conversation
         address = ""
         if owner is not None:
-            address = self._refuse_owned(conn, owner, conversation, takes)
+            address = self._refuse_owned(conn, owner, conversation, from_live_owner)
         running = conversation.running_turn_id
         if running is not None:
             turn_rows.interrupt_turn(conn, running, self._now())
@@ -301,7 +301,7 @@ class Owners:
             self.on_stale(*each)
 
     def _refuse_owned(
-        self, conn: Connection, owner: int, conversation: StoredConversation, takes: bool
+        self, conn: Connection, owner: int, conversation: StoredConversation, from_live_owner: bool
     ) -> str:
         """Raise OwnedElsewhere unless the conversation may be claimed. Return the address of a live owner."""
         row = conn.execute(
@@ -314,7 +314,7 @@ class Owners:
         replica, address, is_draining, alive = row
         if not alive:
             return ""
-        if conversation.running_turn_id is not None or not (is_draining or takes):
+        if conversation.running_turn_id is not None or not (is_draining or from_live_owner):
             raise OwnedElsewhere(conversation.conversation_id, replica, address)
         return str(address)
 
@@ -334,7 +334,9 @@ class Owners:
     # -- calls --
 
     @repeated
-    def claim(self, conversation_id: str, *, tenant: str = "", takes: bool = False) -> None:
+    def claim(
+        self, conversation_id: str, *, tenant: str = "", from_live_owner: bool = False
+    ) -> None:
         """Claim a conversation for work that does not write to the history. See `hold`.
 
         Does nothing if the conversation does not exist.
@@ -345,7 +347,7 @@ class Owners:
         with self._transactions.writing() as conn:
             found = conversation_rows.find_conversation(conn, conversation_id, tenant)
             if found is not None:
-                self.hold(conn, *found, takes=takes)
+                self.hold(conn, *found, from_live_owner=from_live_owner)
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
         """Return the owner of a conversation, or None if it has no owner or does not exist."""

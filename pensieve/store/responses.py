@@ -118,8 +118,8 @@ class ResponseStore:
 def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
     """Insert or replace a response of the conversation with this row number.
 
-    If the turn is already in the history, a response without a revision is ignored. It was written while the
-    turn was running, and arrives late.
+    If the turn is already in the history, a response without a revision is ignored. Such a response was
+    written while the turn was running, and arrives late.
     """
     tenant = response.tenant
     last_revision = response.revision or response.began_at_revision

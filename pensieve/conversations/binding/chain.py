@@ -120,7 +120,7 @@ def session_digest(session_key: str) -> bytes:
 def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
     """Make a prefix_id for conversations with this system prompt and these tools.
 
-    Return "" if there are neither. White space in the text also counts, because its tokens are shared.
+    Return "" if both are empty. White space in the text also counts, because its tokens are shared.
     """
     if not (system_prompt or tools):
         return ""
