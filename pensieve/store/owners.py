@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 LEASE_SECONDS = 10.0
-FORGOTTEN_AFTER_SECONDS = (
-    86_400.0  # `open_session` ends a session this long after its lease expired
-)
+# `open_session` ends a session this long after its lease expired
+FORGOTTEN_AFTER_SECONDS = 86_400.0
 KV_SOURCES_MAX = 20_000  # limit for remembered addresses of previous owners
 # differs from the key of the database lock (postgres/connection.py)
 EPOCHS_LOCK_KEY = 0x50656E7300000002

@@ -518,9 +518,8 @@ class PostgresWriter:
                 return
             if not conn.execute(f"SELECT 1 {SAME_BACKEND}", self._backend).fetchall():
                 break  # our old session has ended, and another connection took its slot
-            if (
-                not has_terminated_session
-            ):  # the server has not yet noticed that the old connection is lost
+            # The server has not yet noticed that the old connection is lost.
+            if not has_terminated_session:
                 conn.execute(f"SELECT pg_terminate_backend(pid) {SAME_BACKEND}", self._backend)
                 has_terminated_session = True
             if time.monotonic() > end:
@@ -537,9 +536,8 @@ class PostgresWriter:
             self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
         else:
             try:
-                self._end_hanging_transactions(
-                    conn
-                )  # hanging transactions may hold locks that we need now
+                # Hanging transactions may hold locks that we need now.
+                self._end_hanging_transactions(conn)
             except self.address.driver.Error as error:
                 log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
             has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
