@@ -86,7 +86,7 @@ class Admission:
         now: float,
         ttft_seconds: float = 0.0,
     ) -> None:
-        """`ttft_seconds`: the longest that a turn may wait; 0: without limit."""
+        """`ttft_seconds`: the longest time that a turn may wait; 0: without limit."""
         self.ttft_seconds = ttft_seconds
         self.prompts = PromptTimes()
         self.num_refused_for_ttft = 0
@@ -146,8 +146,8 @@ class Admission:
         wait = self.prompts.wait_seconds(ahead)
         if load.waiting_since is not None and ahead.num_turns:
             none_admitted_since = max(self._admitted_at, load.waiting_since)
-            for_room = ahead.num_turns * self._seconds_per_admission
-            wait = max(wait, for_room, now - none_admitted_since)
+            room_wait = ahead.num_turns * self._seconds_per_admission
+            wait = max(wait, room_wait, now - none_admitted_since)
         return wait
 
     def ahead(
@@ -204,6 +204,8 @@ class WaitingTurn(NamedTuple):
 
 
 class _Share:
+    """The turns of one tenant that have no token yet."""
+
     def __init__(self) -> None:
         self.weight = 1.0
         self.num_waiting = 0
@@ -258,7 +260,8 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._busy = self._predicted = 0.0
-        # When the latest prompt was completed or, after a pause, the next one was begun. None: neither yet.
+        # The time when the latest prompt was completed or, after a pause, the next prompt began.
+        # None: no prompt has begun yet.
         self._since: float | None = None
 
     @property

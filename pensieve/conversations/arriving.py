@@ -72,6 +72,6 @@ class ArrivingTurns:
             self._beginning[tenant, conversation_id, request_id] = asyncio.Event()
 
     def _leave(self, tenant: str, conversation_id: str, request_id: str) -> None:
-        begun = self._beginning.pop((tenant, conversation_id, request_id), None)
-        if begun is not None:
-            begun.set()
+        event = self._beginning.pop((tenant, conversation_id, request_id), None)
+        if event is not None:
+            event.set()

@@ -54,7 +54,7 @@ async def cancel_turn(
         return CancelResult(False, await _stored_finish(reader, threads, cancel))
     names = cancel.tenant, cancel.conversation_id, cancel.request_id
     await conversations.arriving.until_begun(*names)
-    live = _live(conversations, cancel)
+    live = _find_live(conversations, cancel)
     if live is None:
         return CancelResult(False, await _stored_finish(reader, threads, cancel))
     keep = cancel.keep_tokens
@@ -64,11 +64,11 @@ async def cancel_turn(
     await conversations.followers.until_ended(live)
     if isinstance(live.failure, StoreError | StoreUnavailable):
         raise live.failure  # it is unknown whether the history has the reply
-    kept = live.finish is not None and live.failure is None
-    return CancelResult(True, live.finish.value if kept and live.finish else "")
+    has_reply = live.finish is not None and live.failure is None
+    return CancelResult(True, live.finish.value if has_reply and live.finish else "")
 
 
-def _live(conversations: Conversations, cancel: CancelRequest) -> LiveTurn | None:
+def _find_live(conversations: Conversations, cancel: CancelRequest) -> LiveTurn | None:
     turns = conversations.turns
     if cancel.request_id:
         return turns.of_request_id(cancel.tenant, cancel.conversation_id, cancel.request_id)
@@ -84,6 +84,6 @@ async def _stored_finish(reader: HistoryReader, threads: Threads, cancel: Cancel
     await threads.in_read_thread(tenant, reader.get_conversation, conversation_id, tenant=tenant)
     if not cancel.turn_id and not cancel.request_id:
         return ""
-    named = conversation_id, cancel.turn_id, cancel.request_id
-    turn = await threads.in_read_thread(tenant, reader.find_turn, *named, tenant=tenant)
+    arguments = conversation_id, cancel.turn_id, cancel.request_id
+    turn = await threads.in_read_thread(tenant, reader.find_turn, *arguments, tenant=tenant)
     return turn.finish_reason or "" if turn is not None else ""

@@ -212,13 +212,13 @@ class Conversations:
                 *(seen.tenant, self._history.delete_last, seen, pending),
                 lane=seen.conversation_id,
             )
-            left = deleted.conversation
+            conversation = deleted.conversation
             if deleted.is_rewound:
-                key = cache_key(left.tenant, left.conversation_id)
-                self._engine.try_put(RewindConversation(key, left.num_tokens))
+                key = cache_key(conversation.tenant, conversation.conversation_id)
+                self._engine.try_put(RewindConversation(key, conversation.num_tokens))
             if deleted.is_erasure_due:
                 await wait_until_erased(self._history.finish_erasure, self._threads)
-            return left
+            return conversation
 
         return await self._threads.run_to_end(sequence())
 
@@ -390,11 +390,11 @@ class Conversations:
 
     def take(self, events: list[SampledToken | TurnAdmitted | TurnEnded | LogNeeded]) -> None:
         """Handle the engine's events about turns, in order."""
-        longer: dict[int, LiveTurn] = {}
+        grown: dict[int, LiveTurn] = {}
         for event in events:
             if isinstance(event, SampledToken):
                 if (live := self.turns.take(event)) is not None:
-                    longer[event.attempt_id] = live
+                    grown[event.attempt_id] = live
             elif isinstance(event, TurnEnded):
                 self.ends.engine_ended(event)
             elif isinstance(event, TurnAdmitted):
@@ -403,7 +403,7 @@ class Conversations:
             else:
                 self._threads.spawn(self._provide_log(event))
         now = self._threads.loop.time()
-        for attempt_id, live in longer.items():
+        for attempt_id, live in grown.items():
             if live.num_tokens and not live.num_timed:
                 self._events.first_token(live)
             self.latencies.tokens_arrived(live, now)

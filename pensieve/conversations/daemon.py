@@ -46,9 +46,9 @@ from pensieve.conversations.ownership import Claims, StaleConversations
 from pensieve.conversations.threads import Threads, in_new_thread
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import BACKGROUND_ATTEMPT_ID_MIN
-from pensieve.conversations.unstored import checked
+from pensieve.conversations.unstored import check_prompt
 from pensieve.core.turn import TurnOptions
-from pensieve.engine import messages as box
+from pensieve.engine import messages as engine_messages
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.guard.limits import Allowance, Limits
 from pensieve.sampling import Sampling
@@ -60,7 +60,7 @@ LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens",
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 SWEEP_SECONDS = 1.0
 STALL_LOGGED_SECONDS = 1.0  # a longer stall of the event loop is logged
-CALL_TOKENS = 1  # charged for each call that changes the history, where tokens are limited
+CALL_TOKENS = 1  # charged for each call that changes the history, if tokens are limited
 LOADING = "the model is loading; retry in a few seconds"
 
 
@@ -115,7 +115,7 @@ class Daemon:
             self.threads,
             self.config.scrub_seconds,
             lambda: store.erasure.pending or not store.is_housekeeper,
-            self.damage.found,
+            self.damage.record,
         )
         self.admission = Admission(
             self.config.live_turns_max,
@@ -257,8 +257,8 @@ class Daemon:
         )
         if (live := conversations.find_live_retried(request)) is not None:
             return live
-        named = request.tenant, request.conversation_id, request.options.priority
-        refusal = self.refusal(*named, seconds_left)
+        names = request.tenant, request.conversation_id
+        refusal = self.refusal(*names, request.options.priority, seconds_left)
         if refusal is None:
             return await conversations.begin(request)
         if (live := await conversations.find_turn_of_retry(request)) is not None:
@@ -285,7 +285,7 @@ class Daemon:
         unstored, ready = self.conversations.unstored, self.engine.ready
         check_admission()
         assert ready is not None  # `self.conversations` has checked that
-        tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
+        tokens = check_prompt(prompt, options, ready.vocab_size, ready.context_max)
         return unstored.begin(tokens, options, tenant, root, self._sources.random_bits(63) + 1)
 
     def refusal(
@@ -360,7 +360,7 @@ class Daemon:
 
     # -- the engine --
 
-    def _on_events(self, events: list[box.EngineTurnEvent]) -> None:
+    def _on_events(self, events: list[engine_messages.EngineTurnEvent]) -> None:
         if self._conversations is not None:
             self.meter.engine_events(events, self._conversations.turns.of_attempt)
             self._conversations.take(
@@ -384,23 +384,23 @@ class Daemon:
     def _publish_serving(self) -> None:
         self.events.serving(self.serving)
 
-    async def stats(self) -> box.Answer:
-        return await self.engine.query(box.GetStats)
+    async def stats(self) -> engine_messages.Answer:
+        return await self.engine.query(engine_messages.GetStats)
 
     async def check(self) -> list[str]:
         """Check cache, scheduler and history, and return the problems found."""
-        answer = await self.engine.query(box.CheckIntegrity)
+        answer = await self.engine.query(engine_messages.CheckIntegrity)
         return [*answer.problems, *(await in_new_thread(self.store.verify))]
 
     async def _sweep(self, conversations: Conversations) -> None:
-        """Once a second: cancel stalled followers, erase what is due, collect garbage when no turn runs."""
-        has_collected, before = False, self._loop.time()
+        """Once a second: cancel stalled followers, run due erasures, collect garbage if no turn runs."""
+        has_collected, swept_at = False, self._loop.time()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            late = self._loop.time() - before - SWEEP_SECONDS
-            if late > STALL_LOGGED_SECONDS:
-                log.warning("the event loop stalled for %.1f s; every stream waited", late)
-            before = self._loop.time()
+            stall_seconds = self._loop.time() - swept_at - SWEEP_SECONDS
+            if stall_seconds > STALL_LOGGED_SECONDS:
+                log.warning("the event loop stalled for %.1f s; every stream waited", stall_seconds)
+            swept_at = self._loop.time()
             is_idle = not self.num_turns
             if is_idle and not has_collected:
                 gc_pause.collect()

@@ -1,7 +1,7 @@
 """Settings of the service process: its limits and timeouts. The engine has separate settings.
 
-launch/daemon.py makes the `DaemonConfig` of `pensieve serve`. Only its first group of values comes from
-flags, and from keys of the settings file.
+launch/daemon.py makes the `DaemonConfig` of `pensieve serve`. Only the values of its first group
+come from flags or from keys of the settings file.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.01  # between two warms
 WARMS_MAX = 8  # in the engine at once; the engine's queue is for turns with a waiting client
 WAIT_SECONDS = 0.05
-NOBODY = "/prefixes"  # no tenant has this name
+PREFIX_WARMING = "/prefixes"  # passed as the tenant of this work; no real tenant has this name
 
 
 class Warmer:
@@ -93,7 +93,7 @@ class DeclaredPrefixes:
         now: Callable[[], float],
     ) -> None:
         """`now`: the wall clock, for times that are stored."""
-        self._history, self._threads, self._warming = history, threads, warming
+        self._history, self._threads, self._warmer = history, threads, warming
         self._text_pool, self._admission, self._now = text_pool, admission, now
         self._due = asyncio.Event()
 
@@ -156,12 +156,14 @@ class DeclaredPrefixes:
         while True:
             self._due.clear()
             try:
-                kept = await self._threads.in_store(NOBODY, self._history.declared.to_keep_warm)
+                prefixes = await self._threads.in_store(
+                    PREFIX_WARMING, self._history.declared.to_keep_warm
+                )
             except PensieveError as error:  # the next pass tries again
                 log.warning("prefixes could not be kept warm: %s", error)
-                kept = []
-            for tenant, prefix_id in kept:
-                while is_paused() or self._warming.turns.num_own_warms >= WARMS_MAX:
+                prefixes = []
+            for tenant, prefix_id in prefixes:
+                while is_paused() or self._warmer.turns.num_own_warms >= WARMS_MAX:
                     await asyncio.sleep(WAIT_SECONDS)
                 if self._allowance(tenant).in_debt(self._threads.loop.time()) is None:
                     await self._warm(tenant, prefix_id)
@@ -172,7 +174,7 @@ class DeclaredPrefixes:
 
     async def _warm(self, tenant: str, prefix_id: str) -> None:
         try:
-            await self._warming.warm(stored_id(prefix_id), tenant, counts=False)
+            await self._warmer.warm(stored_id(prefix_id), tenant, counts=False)
         except NotFound:  # the prefix was deleted in the meantime
             return
         except PensieveError as error:

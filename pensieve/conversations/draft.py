@@ -70,7 +70,7 @@ class TurnRequest:
     cache_salt: str = ""  # only turns with the same salt share KV by content
 
     @property
-    def sampling_given(self) -> dict[str, Any]:
+    def stored_sampling(self) -> dict[str, Any]:
         """The parameters that the client set. They identify a retry even if the defaults have changed."""
         if self.given_sampling is not None:
             values = dict(self.given_sampling)
@@ -95,7 +95,7 @@ class TurnRequest:
         return records.NewTurn(
             request_id,
             stored_messages(self.messages, prompt or [[] for _ in self.messages], self.metadata),
-            self.sampling_given,
+            self.stored_sampling,
             seed,
             self.expected_revision,
             pending=self.pending,
@@ -199,18 +199,20 @@ class OutdatedTokens:
         """Return the new tokens of each message."""
         setting = setting_of(self.conversation)
         if self.conversation.began_at is None:
-            return _tokenized_again(self.template, self.messages, setting)
-        before = [each for each in self.messages if not each.revision]
-        head, first = head_of(self.heads, before, self.conversation), first_messages(before)
-        turns = self.messages[len(before) :]
+            return _tokenize_again(self.template, self.messages, setting)
+        beginning = [each for each in self.messages if not each.revision]
+        head = head_of(self.heads, beginning, self.conversation)
+        first, turns = first_messages(beginning), self.messages[len(beginning) :]
 
         def begin(new: Sequence[Message]) -> list[list[int]]:
             return first_turn(self.template, head, first, new, setting)
 
-        return tokens_of(head, len(before)) + _tokenized_again(self.template, turns, setting, begin)
+        return tokens_of(head, len(beginning)) + _tokenize_again(
+            self.template, turns, setting, begin
+        )
 
 
-def _tokenized_again(
+def _tokenize_again(
     template: ChatTemplate,
     stored: Sequence[records.StoredMessage],
     setting: TemplateSetting,

@@ -66,7 +66,7 @@ REPORT_SECONDS = 60.0  # between log lines about a process that does not start, 
 UNSENT_BYTES_MAX = 16 << 20
 DOES_NOT_END = "the engine (process %d) was killed but does not end"
 TICK_SECONDS_MAX = 1.0  # between two ticks of the heartbeat
-DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and those that Popen opens
+DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and the descriptors that Popen opens
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class EngineClient:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
-        self._useful = False  # the current process has published an event
+        self._has_published = False  # the current process has published an event
         self.heartbeat = Heartbeat(patience)  # of the current process
         self._hung = ""  # why the process was killed; "": it was not
         self._task: asyncio.Task[None] | None = None
@@ -267,8 +267,8 @@ class EngineClient:
     # -- one process --
 
     async def _spawn(self) -> Ready:
-        ours = self._begin_process()
-        reader, writer = await _open(ours)
+        our_end = self._begin_process()
+        reader, writer = await _open(our_end)
         try:
             writer.write(self._hello)
             while (frame := await self._read_patiently(reader)) is not None:
@@ -281,7 +281,7 @@ class EngineClient:
                     self.ready = Ready(**rest[0])
                     self._reader, self._writer = reader, writer
                     return self.ready
-            raise DeviceError(f"{await self._how_it_ended()} while it was starting")
+            raise DeviceError(f"{await self._describe_end()} while it was starting")
         except BaseException:
             writer.transport.abort()
             raise
@@ -317,7 +317,7 @@ class EngineClient:
     async def _supervise(self) -> None:
         pause = RESTART_SECONDS_MIN
         while True:
-            self._useful = False
+            self._has_published = False
             reason = await self._listen()
             down_since = self._loop.time()
             self._close_pipe()
@@ -327,11 +327,11 @@ class EngineClient:
             for query in self._queries.values():
                 if not query.done():
                     query.set_exception(Unavailable(GONE))
-            if self._useful:
+            if self._has_published:
                 pause = RESTART_SECONDS_MIN
             while self._writer is None:
                 await self._reap()
-                self._spare.take()  # some may be free again
+                self._spare.take()  # descriptors may be free again
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RESTART_SECONDS_MAX)
                 if self._stopping:
@@ -365,7 +365,7 @@ class EngineClient:
                     heartbeat.alive(num_rounds)
                 else:
                     heartbeat.published()
-                    self._useful = True
+                    self._has_published = True
                     self._events.engine_events(self._without_replies(channel.events_of(frame)))
         except (OSError, PensieveError) as error:
             reason = str(error)
@@ -374,9 +374,9 @@ class EngineClient:
             reason = f"an event of the engine could not be handled: {error}"
         finally:
             watching.cancel()
-        return self._hung or reason or await self._how_it_ended()
+        return self._hung or reason or await self._describe_end()
 
-    async def _how_it_ended(self) -> str:
+    async def _describe_end(self) -> str:
         """Name the signal or the exit code of a process whose pipe has ended."""
         process = self._process
         if process is None or self._stopping:
@@ -407,9 +407,9 @@ class EngineClient:
         """Kill the process if it hangs. `_listen` then notices the end of the pipe."""
         while True:
             await asyncio.sleep(self._patience.tick_seconds)
-            if (why := heartbeat.tick()) is not None:
+            if (reason := heartbeat.tick()) is not None:
                 break
-        self._hung = f"{why}; it was killed"
+        self._hung = f"{reason}; it was killed"
         if self._process is not None:
             self._process.kill()
         self._close_pipe()  # a killed process that waits for its device may not end
@@ -454,11 +454,11 @@ class _PipeReader(asyncio.StreamReader):
             super().set_exception(exc)
 
 
-async def _open(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _open(our_end: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     loop = asyncio.get_running_loop()
     reader = _PipeReader(channel.FRAME_BYTES_MAX, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.create_connection(lambda: protocol, sock=ours)
+    transport, _ = await loop.create_connection(lambda: protocol, sock=our_end)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 

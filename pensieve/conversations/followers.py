@@ -132,13 +132,13 @@ class TurnFollowers:
             if follower.writing_since is None:
                 continue
             num_behind = follower.live.num_tokens - follower.num_sent
-            stalled = now - follower.writing_since
+            stalled_seconds = now - follower.writing_since
             limits = self._limits
-            if stalled > limits.stall_seconds or num_behind > limits.undelivered_tokens_max:
+            if stalled_seconds > limits.stall_seconds or num_behind > limits.undelivered_tokens_max:
                 log.warning(
                     "a client was cut off: it was %d tokens behind and took nothing for %.0f s",
                     num_behind,
-                    stalled,
+                    stalled_seconds,
                     extra=ids_of(follower.live),
                 )
                 if follower.task is not None:

@@ -75,8 +75,8 @@ def identity_of(daemon: Daemon) -> dict[str, str]:
     """Return the identity of this daemon's KV. Raises Unavailable if its engine does not transfer KV."""
     ready = daemon.engine.ready
     if ready is None or not ready.kv_compatibility:
-        why = ready.kv_refusal if ready is not None else "the model is loading"
-        raise Unavailable(f"this engine does not transfer KV: {why or 'its KV has no identity'}")
+        reason = ready.kv_refusal if ready is not None else "the model is loading"
+        raise Unavailable(f"this engine does not transfer KV: {reason or 'its KV has no identity'}")
     return {**ready.kv_compatibility, "fingerprint": daemon.texts.fingerprint}
 
 
@@ -94,25 +94,25 @@ class KvSource:
         yield KvHeader(identity_of(self._daemon))
         key = cache_key(tenant, conversation_id)
         async with self._exports:
-            exported = await self._first(key, num_tokens)
+            exported = await self._export_first(key, num_tokens)
             while exported.slots or exported.next_before:
-                following = None
+                next_part = None
                 if exported.next_before:  # read the next part while this part is sent
-                    following = asyncio.ensure_future(
+                    next_part = asyncio.ensure_future(
                         self._export(key, num_tokens, exported.next_before)
                     )
                 try:
                     if exported.slots:
                         self.num_parts += 1
                         yield KvPart(*(getattr(exported, name) for name in KvPart._fields))
-                    if following is None:
+                    if next_part is None:
                         return
-                    exported = await following
+                    exported = await next_part
                 finally:
-                    if following is not None:
-                        following.cancel()
+                    if next_part is not None:
+                        next_part.cancel()
 
-    async def _first(self, key: str, num_tokens: int) -> KvExported:
+    async def _export_first(self, key: str, num_tokens: int) -> KvExported:
         """Export the first part. Waits for a turn that is being interrupted."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + RUNNING_TURN_SECONDS_MAX
@@ -162,13 +162,13 @@ class KvReceiver:
 
     async def turn_begun(self, live: LiveTurn) -> None:
         """Fetch the KV of a conversation that another daemon owned until now, if computing takes longer."""
-        store, named = self._daemon.store, (live.tenant, live.conversation_id)
-        address = store.kv_sources.pop(named, "")
+        store, key = self._daemon.store, (live.tenant, live.conversation_id)
+        address = store.kv_sources.pop(key, "")
         if address:
-            await self.pull(address, *named)
+            await self.pull(address, *key)
 
     async def pull(self, address: str, tenant: str, conversation_id: str) -> PullResult:
-        """Fetch the KV of a conversation from the daemon at this address, as far as computing takes longer.
+        """Fetch the KV of a conversation from the daemon at this address, until computing the rest is faster.
 
         Call this after this daemon has become the conversation's owner and has told its engine to forget the
         conversation, and before the SubmitTurn of the next turn.
@@ -176,23 +176,23 @@ class KvReceiver:
         began, transfer = self._loop.time(), None
         try:
             identity = identity_of(self._daemon)
-            transfer = await self._prepared(address, tenant, conversation_id)
+            transfer = await self._prepare(address, tenant, conversation_id)
             seconds = ALWAYS_FETCH_SECONDS if self._always else transfer.wanted.seconds
             async with asyncio.timeout(seconds):
                 await self._run(transfer, identity, tenant, conversation_id)
-            why = ""
+            reason = ""
         except TimeoutError:
-            why = "it took as long as computing would"
+            reason = "it took as long as computing would"
         except _TransferStopped as stop:
-            why = str(stop)
+            reason = str(stop)
         except PensieveError as error:
-            why = whole_line(error)
+            reason = whole_line(error)
         except Exception as error:  # a bug, or invalid data from the other daemon
             log.exception("KV of a conversation could not be fetched")
-            why = whole_line(error)
-        return self._ended(transfer, why, self._loop.time() - began)
+            reason = whole_line(error)
+        return self._record_end(transfer, reason, self._loop.time() - began)
 
-    async def _prepared(self, address: str, tenant: str, conversation_id: str) -> _KvTransfer:
+    async def _prepare(self, address: str, tenant: str, conversation_id: str) -> _KvTransfer:
         daemon, ready = self._daemon, self._daemon.engine.ready
         key = cache_key(tenant, conversation_id)
         assert ready is not None  # `identity_of` has checked that
@@ -287,8 +287,8 @@ class KvReceiver:
         if gain_of(transfer.wanted, start, stop, rate) <= 0:
             raise _TransferStopped("computing the rest is faster")
 
-    def _ended(self, transfer: _KvTransfer | None, why: str, seconds: float) -> PullResult:
-        pulled = PullResult(why_no_more=why, seconds=seconds)
+    def _record_end(self, transfer: _KvTransfer | None, reason: str, seconds: float) -> PullResult:
+        pulled = PullResult(why_no_more=reason, seconds=seconds)
         if transfer is not None:
             if transfer.first_at is not None:
                 self.times.learn(
@@ -300,8 +300,8 @@ class KvReceiver:
                 )
             self.num_tokens += transfer.adopted
             self.num_bytes += transfer.num_bytes
-            pulled = PullResult(transfer.adopted, why, transfer.num_bytes, seconds)
-        log.info("fetched the KV of %d tokens (%s)", pulled.tokens, why or "all")
+            pulled = PullResult(transfer.adopted, reason, transfer.num_bytes, seconds)
+        log.info("fetched the KV of %d tokens (%s)", pulled.tokens, reason or "all")
         return pulled
 
 

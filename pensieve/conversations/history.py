@@ -125,7 +125,7 @@ class History:
         self._report = report
         self.heads = PromptHeads(self._template, context_max)
         self._constraints = ConstraintChecker(self._template.tokenizer)
-        self._texts = self._template, self.heads, self._constraints
+        self._draft_parts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self.roots: dict[
             str, str
@@ -216,9 +216,9 @@ class History:
         except NotFound as error:
             return Deleted(None, error, self._store.erasure.pending)
         turn_id = conversation.running_turn_id
-        since = unchanged.revision if unchanged is not None else unused_since
-        if since is not None and (turn_id, conversation.revision) != (None, since):
-            raise StaleRevision(since, conversation.revision)
+        expected = unchanged.revision if unchanged is not None else unused_since
+        if expected is not None and (turn_id, conversation.revision) != (None, expected):
+            raise StaleRevision(expected, conversation.revision)
         self.forget(tenant, conversation_id)
         try:
             if turn_id is not None:
@@ -227,7 +227,7 @@ class History:
         except ErasurePending:
             return Deleted(turn_id, None, True)
         except (OwnedElsewhere, StaleRevision):
-            raise  # nothing was done: another daemon owns the conversation, or it has changed
+            raise  # nothing was done: another daemon owns the conversation, or the conversation has changed
         except PensieveError as error:
             return Deleted(turn_id, error, False)
         return Deleted(turn_id, None, False)
@@ -336,7 +336,7 @@ class History:
 
     def draft(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
         """Read what is needed to tokenize the new messages, or find the turn that this request retries."""
-        self._check(request)
+        self._check_request(request)
         conversation_id, tenant = request.conversation_id, request.tenant
         try:
             conversation, stored, log_end = self._store.look_up(
@@ -358,7 +358,7 @@ class History:
         head = list[records.StoredMessage]()
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
-        return Draft(request, conversation, log_end, head, *self._texts)
+        return Draft(request, conversation, log_end, head, *self._draft_parts)
 
     def _draft_opening(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
         """Draft the first turn of a conversation that does not exist yet."""
@@ -373,7 +373,7 @@ class History:
         new, conversation, head = planned_conversation(
             settings, self._fingerprint, self._store.now()
         )
-        return Draft(request, conversation, array("I"), head, *self._texts, new)
+        return Draft(request, conversation, array("I"), head, *self._draft_parts, new)
 
     def renew(self, outdated: OutdatedTokens, tokens: Sequence[Sequence[int]]) -> None:
         """Replace the tokens of a conversation's log. Does nothing if the conversation has changed since."""
@@ -416,9 +416,9 @@ class History:
         )
         # Read before the commit, because an error after the commit would leave a turn that nobody runs.
         root = self.root_of(tenant, request.cache_salt)
-        known, first_position = tokens, history_tokens
+        submitted, first_position = tokens, history_tokens
         if draft.head and history_tokens:  # the first turn: the engine does not have the log yet
-            known = self._store.log(conversation_id, history_tokens, tenant=tenant) + tokens
+            submitted = self._store.log(conversation_id, history_tokens, tenant=tenant) + tokens
             first_position = 0
         begun = self._store.begin_turn(conversation_id, new_turn, tenant=tenant)
         if not begun.must_run:
@@ -433,7 +433,7 @@ class History:
             SubmitTurn(
                 NO_ATTEMPT_ID,
                 cache_key(tenant, conversation.conversation_id),
-                known.tobytes(),
+                submitted.tobytes(),
                 history_tokens,
                 replace(request.options, sampling=sampling),
                 first_position=first_position,
@@ -475,12 +475,12 @@ class History:
     def _check_storage(self, tenant: str) -> None:
         """Raise StorageFull if the tenant is at its limit. Replies of running turns are stored anyway."""
         bytes_max = self._storage.get(tenant)
-        if bytes_max is not None and (taken := self._store.stored_bytes(tenant)) >= bytes_max:
+        if bytes_max is not None and (num_bytes := self._store.stored_bytes(tenant)) >= bytes_max:
             raise StorageFull(
-                f"the conversations of your tenant take {taken:,} of {bytes_max:,} bytes; delete some"
+                f"the conversations of your tenant take {num_bytes:,} of {bytes_max:,} bytes; delete some"
             )
 
-    def _check(self, request: TurnRequest) -> None:
+    def _check_request(self, request: TurnRequest) -> None:
         if (problem := request.options.sampling.problem(self._vocab_size)) is not None:
             raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
         for message in request.messages:

@@ -34,7 +34,7 @@ from pensieve.store.history_reader import HistoryReader
 from pensieve.store.records import StoredConversation
 
 log = logging.getLogger("pensieve")
-NOBODY = "/housekeeping"  # no tenant has this name
+HOUSEKEEPING = "/housekeeping"  # passed as the tenant of this work; no real tenant has this name
 ERASE_PAUSE_SECONDS = 0.02
 ERASED_SECONDS_MAX = 5.0  # a client waits at most this long for other readers of the history
 FORGET_PAUSE_SECONDS = 0.05
@@ -53,14 +53,14 @@ class Eraser:
         self._failure_logged = False  # a failure was logged
 
     def start(self) -> None:
-        """Erase what is due, unless that is already running."""
+        """Start the erasure steps that are due, unless they already run."""
         if not self._is_at_work:
             self._is_at_work = True
             self._threads.spawn(self._work())
 
     async def _work(self) -> None:
         try:
-            while await self._threads.in_store(NOBODY, self._erasure.step):
+            while await self._threads.in_store(HOUSEKEEPING, self._erasure.step):
                 await asyncio.sleep(ERASE_PAUSE_SECONDS)
         except PensieveError as error:  # the next sweep tries again
             if not self._failure_logged:
@@ -80,7 +80,7 @@ async def wait_until_erased(finish: Callable[[], None], threads: Threads) -> Non
     while True:
         await asyncio.sleep(ERASE_PAUSE_SECONDS)
         try:
-            return await threads.in_store(NOBODY, finish)
+            return await threads.in_store(HOUSEKEEPING, finish)
         except ErasurePending:
             if threads.loop.time() >= deadline:
                 raise
@@ -100,9 +100,9 @@ def start_forgetting(
         while keep_seconds:
             try:
                 before = now() - keep_seconds
-                while await threads.in_store(NOBODY, step, before):
+                while await threads.in_store(HOUSEKEEPING, step, before):
                     await asyncio.sleep(FORGET_PAUSE_SECONDS)
-                await threads.in_store(NOBODY, store.erasure.resume)
+                await threads.in_store(HOUSEKEEPING, store.erasure.resume)
             except PensieveError as error:  # the next pass tries again
                 log.warning("old %s could not be forgotten: %s", name, error)
             await asyncio.sleep(min(FORGET_SECONDS_MAX, keep_seconds / FORGET_PASSES))
@@ -124,11 +124,11 @@ def start_expiring(
     conversation has changed since. A conversation that another daemon owns is left to that daemon.
     """
 
-    async def look() -> int:
+    async def erase_idle() -> int:
         num_erased, after = 0, 0
         while True:
             idle, last = await threads.in_read_thread(
-                NOBODY, reader.idle_conversations, now() - keep_seconds, after
+                HOUSEKEEPING, reader.idle_conversations, now() - keep_seconds, after
             )
             for each in idle:
                 with contextlib.suppress(NotFound, StaleRevision, OwnedElsewhere, ErasurePending):
@@ -143,7 +143,7 @@ def start_expiring(
     async def work() -> None:
         while True:
             try:
-                if num_erased := await look():
+                if num_erased := await erase_idle():
                     log.info("erased %s idle conversations", f"{num_erased:,}")
             except PensieveError as error:  # the next pass tries again
                 log.warning("idle conversations could not be erased: %s", error)
@@ -180,17 +180,19 @@ class Scrubber:
             self._threads.spawn(self._work())
 
     async def _work(self) -> None:
-        least, most = SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX
+        pause_min, pause_max = SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX
         while True:
-            num_passes, pause_seconds = self.num_passes, most
+            num_passes, pause_seconds = self.num_passes, pause_max
             try:
-                num_steps = await self._threads.in_read_thread(NOBODY, self._scrub.num_steps)
-                pause_seconds = min(max(self._seconds / num_steps, least), most)
+                num_steps = await self._threads.in_read_thread(HOUSEKEEPING, self._scrub.num_steps)
+                pause_seconds = min(max(self._seconds / num_steps, pause_min), pause_max)
                 while num_passes == self.num_passes:
                     await asyncio.sleep(pause_seconds)
                     if self._is_pending():
                         continue
-                    if problems := await self._threads.in_read_thread(NOBODY, self._scrub.step):
+                    if problems := await self._threads.in_read_thread(
+                        HOUSEKEEPING, self._scrub.step
+                    ):
                         return await self._on_damage(problems)
                     self._failure_logged = False
             except PensieveError as error:  # such as an unreadable sector, or no free descriptor
@@ -204,15 +206,15 @@ class Damage:
     """Whether the history is damaged. A check that finds nothing clears the damage."""
 
     def __init__(
-        self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
+        self, store: ConversationStore, threads: Threads, on_change: Callable[[], None]
     ) -> None:
-        before = "an earlier check found it damaged"
-        self.problems: tuple[str, ...] = (before,) if store.marks.is_damaged else ()
-        self._store, self._threads, self._changed = store, threads, changed
+        known_problem = "an earlier check found it damaged"
+        self.problems: tuple[str, ...] = (known_problem,) if store.marks.is_damaged else ()
+        self._store, self._threads, self._on_change = store, threads, on_change
 
     @property
     def refusal(self) -> StoreCorrupt | None:
-        """The error for calls that would change the history; None if it is not damaged."""
+        """The error for calls that would change the history; None if the history is not damaged."""
         if not self.problems:
             return None
         return StoreCorrupt(
@@ -231,25 +233,26 @@ class Damage:
                 log.error("the history could not be checked: %s", error)
                 return
             if problems:
-                await self.found(problems)
+                await self.record(problems)
             else:
                 report("the history is not damaged")
                 self.problems = ()
-                self._changed()
+                self._on_change()
 
         self._threads.spawn(check())
 
-    async def found(self, problems: Sequence[str]) -> None:
+    async def record(self, problems: Sequence[str]) -> None:
+        """Record that the history is damaged, for this process and the next process."""
         log.error("the history is damaged: %s", problems[0])
         self.problems = tuple(problems)
         self._store.integrity_check_due = True
-        self._changed()
+        self._on_change()
         try:
             await asyncio.to_thread(self._store.marks.mark_damaged, True)
         except (
             PensieveError
         ) as error:  # this process knows of the damage, and the next process checks again
-            log.error("the mark of the damaged history could not be written: %s", error)
+            log.error("could not record for the next start that the history is damaged: %s", error)
 
 
 class FullDisk:
@@ -260,10 +263,10 @@ class FullDisk:
     """
 
     def __init__(
-        self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
+        self, store: ConversationStore, threads: Threads, on_change: Callable[[], None]
     ) -> None:
         self.is_full = False
-        self._store, self._threads, self._changed = store, threads, changed
+        self._store, self._threads, self._on_change = store, threads, on_change
         store.figures.watch(on_full=self._report)
 
     @property
@@ -274,21 +277,21 @@ class FullDisk:
     def _report(self) -> None:
         """Called in the store thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._threads.loop.call_soon_threadsafe(self._found)
+            self._threads.loop.call_soon_threadsafe(self._note_full)
 
-    def _found(self) -> None:
+    def _note_full(self) -> None:
         if self.is_full:
             return
         self.is_full = True
         log.error("the disk of the history is full: %s", self._store.folder.path)
-        self._changed()
+        self._on_change()
         self._threads.spawn(self._wait_for_room())
 
     async def _wait_for_room(self) -> None:
         while self.is_full:
             await asyncio.sleep(FULL_DISK_CHECK_SECONDS)
             with contextlib.suppress(PensieveError):
-                has_room = await self._threads.in_store(NOBODY, self._store.erasure.has_room)
+                has_room = await self._threads.in_store(HOUSEKEEPING, self._store.erasure.has_room)
                 self.is_full = not has_room
         log.warning("the disk of the history has room again")
-        self._changed()
+        self._on_change()

@@ -43,9 +43,9 @@ class RecomputeReason(StrEnum):
 class TurnPhase(Enum):
     """The phase of a live turn. `TurnEnds` changes it (turn_ends.py)."""
 
-    RUNNING = "running"  # the engine has it
-    COMMITTING = "committing"  # the engine has ended it; the store writes its end
-    GIVING_UP = "giving_up"  # nothing of it is kept; the store writes the interruption
+    RUNNING = "running"  # the engine has the turn
+    COMMITTING = "committing"  # the engine has ended the turn; the store writes the end
+    GIVING_UP = "giving_up"  # nothing of the turn is kept; the store writes the interruption
     ENDED = "ended"  # `finish` is set
 
 
@@ -150,11 +150,11 @@ class ReplyTokens:
     def num_thinking(self) -> int:
         return sum(self.is_of(Part.THINKING))
 
-    def pieces(self, cutter: ReplyPieces) -> list[Piece]:
-        """Return the pieces of these tokens. `cutter` must have seen all earlier tokens of the reply."""
+    def pieces(self, reply_pieces: ReplyPieces) -> list[Piece]:
+        """Return the pieces of these tokens. `reply_pieces` must have got all earlier tokens of the reply."""
         found: list[Piece] = []
         for text, part in zip(self.texts, self.parts, strict=True):
-            found += cutter.push(text, part)
+            found += reply_pieces.push(text, part)
         return found
 
 

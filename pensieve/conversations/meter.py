@@ -6,8 +6,8 @@ The counts continue when the engine process is restarted:
     turn_ended     a client's turn has ended, and its end is in the history
     refused        a request for a turn was refused
 
-Where vLLM has a histogram with the same meaning, the bounds here are those of vLLM. Everything belongs to the
-event loop, except `commits`, which the writer of the history increments.
+If vLLM has a histogram with the same meaning, the histogram here has the same bounds. Everything belongs to
+the event loop, except `commits`, which the writer of the history increments.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ class Threads:
 
         `lane`: the id of the conversation that the call is about. Calls without a lane share a thread.
         """
-        place = zlib.crc32(f"{tenant}\0{lane}".encode()) % len(self._lanes) if lane else 0
-        return await self._lanes[place].run(tenant, lambda: function(*arguments, **named))
+        number = zlib.crc32(f"{tenant}\0{lane}".encode()) % len(self._lanes) if lane else 0
+        return await self._lanes[number].run(tenant, lambda: function(*arguments, **named))
 
     async def wait_for_store(self) -> None:
         """Return once every store thread has run a job."""

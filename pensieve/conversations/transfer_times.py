@@ -11,8 +11,8 @@ pace, see admission.py).
 The speed of a link is a moving average over the transfers from its address; the latest transfer counts a
 quarter. If there was no transfer in the last KNOWN_SECONDS, the link counts as unknown, and LATENCY_SECONDS
 and BYTES_PER_SECOND are assumed. With these values, a transfer may not seem worth it. The link is tried
-anyway if computing takes TRIAL_LATENCIES times the assumed latency, because the first part shows how fast the
-link is.
+anyway if computing takes at least TRIAL_LATENCIES times the assumed latency, because the first part shows how
+fast the link is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LinkSpeed:
 class WantedKv:
     num_tokens: int
     token_bytes: int
-    compute_seconds: Callable[[int, int], float]  # of tokens [start, stop), given those before them
+    compute_seconds: Callable[[int, int], float]  # of tokens [start, stop), given the tokens before
 
     @property
     def num_bytes(self) -> int:
@@ -84,12 +84,12 @@ class TransferTimes:
         """Learn from a transfer; `seconds` count from its first byte."""
         if not num_bytes:
             return
-        rate, before = num_bytes / max(seconds, 1e-6), self.link(address, now)
+        rate, old = num_bytes / max(seconds, 1e-6), self.link(address, now)
         self._links.pop(address, None)
-        if before is not None:
-            rate = before.bytes_per_second + (rate - before.bytes_per_second) * LATEST_SHARE
+        if old is not None:
+            rate = old.bytes_per_second + (rate - old.bytes_per_second) * LATEST_SHARE
             latency_seconds = (
-                before.latency_seconds + (latency_seconds - before.latency_seconds) * LATEST_SHARE
+                old.latency_seconds + (latency_seconds - old.latency_seconds) * LATEST_SHARE
             )
         self._links[address] = LinkSpeed(latency_seconds, rate, now)
         if len(self._links) > LINKS_MAX:

@@ -250,9 +250,9 @@ class TurnEnds:
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
         if (chain := reply.chain) is not None and len(reply.text) > INLINE_PARSE_CHARACTERS_MAX:
-            read = partial(chain.state, reply.content, reply.stream)
+            compute_state = partial(chain.state, reply.content, reply.stream)
             if not reply.is_cut:  # the text of a cut reply is not known yet
-                state = await self._threads.in_text_pool(live.tenant, read)
+                state = await self._threads.in_text_pool(live.tenant, compute_state)
                 reply = replace(reply, chain=None, state=state)
         reply = replace(reply, response=await self._response(live, reply))
         return await self._threads.in_store(

@@ -4,7 +4,7 @@
 
 * A turn is registered when the event loop learns that the store has its `running` row. It is removed when its
   end is in the store and its followers can see the end (turn_ends.py).
-* Each attempt at a turn has another `attempt_id`, so events of an attempt that was given up find no turn.
+* Each attempt at a turn has its own `attempt_id`, so events of an attempt that was given up find no turn.
 * A warm is a request to compute KV in advance (`Warmer` in declared_prefixes.py). It is not a live turn. It
   counts for its tenant from `begin_warm` until the engine has ended it or has died.
 """

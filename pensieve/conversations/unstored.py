@@ -1,8 +1,8 @@
 """Run turns that leave nothing on disk: a prompt of token ids, and a reply for its followers only.
 
-    prompt ──> checked ──> LiveTurn ──> the engine ──> its followers
-                                │
-                                └─ ended: its KV is idle in the engine, for prompts with the same beginning
+    prompt ──> check_prompt ──> LiveTurn ──> the engine ──> its followers
+                                   │
+                                   └─ ended: its KV is idle in the engine, for prompts with the same beginning
 
 An unstored turn belongs to no conversation. The engine knows it by a key that no client can use
 (`unstored_key`). For the rest of the service it is a `LiveTurn` like any other, with these differences:
@@ -10,8 +10,8 @@ An unstored turn belongs to no conversation. The engine knows it by a key that n
 * It is never stored.
 * Its SubmitTurn has all of its tokens, so the engine never asks for its log.
 * It has no request_id, so a retry gets another turn.
-* Its id is a negative number made from a salted hash of the prompt. So if a prompt kills the engine, it is
-  recognised when it is sent again (`Suspects`).
+* Its id is a negative number made from a salted hash of the prompt. So if a prompt kills the engine, that
+  prompt is recognised when it is sent again (`Suspects`).
 
 Its conversation in the engine is temporary: it has no further turn. Its KV stays cached like any other, and a
 later prompt with the same beginning finds the chunks by their content (core/content.py).
@@ -54,9 +54,9 @@ class UnstoredTurns:
     def begin(
         self, prompt: array[int], options: TurnOptions, tenant: str, root: str, seed: int
     ) -> LiveTurn:
-        """Begin a turn of a `checked` prompt; `seed` applies if the options have none.
+        """Begin a turn with a prompt that `check_prompt` has returned.
 
-        `root`: the root of the identities of the tenant's chunks.
+        `seed` applies if the options have none. `root`: the root of the identities of the tenant's chunks.
         """
         sampling = replace(options.sampling, seed=options.sampling.seed or seed)
         submit = SubmitTurn(
@@ -64,10 +64,10 @@ class UnstoredTurns:
             root=root,
             is_temporary=True,
         )
-        named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
+        turn_id, prompt_end = self._id(prompt, tenant), prompt[-PROMPT_TAIL_TOKENS:]
         now = self._loop.time()
         weight = self._admission.weight_of(tenant, now)
-        live, submit = self._turns.new_unstored(*named, submit, prompt_end, now, weight)
+        live, submit = self._turns.new_unstored(turn_id, tenant, submit, prompt_end, now, weight)
         live.accepted_at = now
         self._admission.prompts.submitted(live)
         self._turns.check_suspect(live)
@@ -83,7 +83,7 @@ class UnstoredTurns:
         return turn_id
 
 
-def checked(
+def check_prompt(
     prompt: Sequence[int], options: TurnOptions, vocab_size: int, context_max: int
 ) -> array[int]:
     """Check a prompt and its options against the model, and return the prompt's tokens."""

@@ -71,7 +71,7 @@ class Transactions(Protocol):
 class LeaseTransactions(Transactions, Protocol):
     """The connection that renews the lease."""
 
-    def end_stopped(self) -> None:
+    def end_hanging_transactions(self) -> None:
         """End hanging transactions of other daemons, which would otherwise keep their locks."""
 
 
@@ -252,7 +252,7 @@ class WriteFigures:
         """
         self.on_commit, self.on_full = on_commit or self.on_commit, on_full or self.on_full
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """Record how long a transaction waited for other daemons that write."""
         self._waits.append(seconds)
 
@@ -261,7 +261,7 @@ class WriteFigures:
         """Waiting times of the latest transactions; empty if only one daemon has the history open."""
         return tuple(self._waits)
 
-    def committed(self, seconds: float) -> None:
+    def record_commit(self, seconds: float) -> None:
         """Record how long a COMMIT took."""
         with self._lock:
             self._seconds.append(seconds)
@@ -328,5 +328,5 @@ def database_clock(conn: Connection) -> str:
 
 @lru_cache
 def _insertion(table: str, columns: tuple[str, ...]) -> str:
-    marks = ", ".join("?" * len(columns))
-    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+    placeholders = ", ".join("?" * len(columns))
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({placeholders})"

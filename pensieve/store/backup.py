@@ -21,8 +21,8 @@ processes may write to the database, commits do no extra work, and checkpoints a
 transaction is closed before the backup folder is written, because that folder may be slow, full or
 unreachable.
 
-`restore` checks every file and the whole restored database. Only then does it replace the history of a data
-folder.
+`restore` checks every file and the whole restored database. It replaces the history of a data folder only
+after these checks.
 
 Deleted text stays in a generation until the generation is dropped (see docs/backup.md).
 """
@@ -196,18 +196,18 @@ class Backup:
             self._source = open_read_only(self._database, self._driver)
         version = self._source.execute("PRAGMA data_version").fetchone()
         chain, moment = self._chain, self._now()
-        begins = chain is None or (
+        needs_base = chain is None or (
             chain.number > 0 and not 0 <= moment - chain.base.time < GENERATION_SECONDS
         )
-        if version == self._version and not begins:
+        if version == self._version and not needs_base:
             return
-        with self._copied(self._source) as copy:
-            if chain is None or begins or not self._append(chain, copy, moment):
+        with self._temporary_copy(self._source) as copy:
+            if chain is None or needs_base or not self._append(chain, copy, moment):
                 self._begin(copy, moment)
         self._version = version
 
     @contextmanager
-    def _copied(self, source: Connection) -> Iterator[IO[bytes]]:
+    def _temporary_copy(self, source: Connection) -> Iterator[IO[bytes]]:
         """Copy a snapshot of the database to an unnamed temporary file."""
         folder = self._database.parent
         _check_room(folder, self._database.stat().st_size + ROOM_BYTES)
@@ -233,11 +233,11 @@ class Backup:
         except BlockingIOError:
             self._unlock()
             raise StoreLocked(f"another process is writing to the backup {self._path}") from None
-        named, identity = self._path / IDENTITY_NAME, history_identity(self._database)
-        if not named.exists():
-            with new_file(named) as file:
+        identity_path, identity = self._path / IDENTITY_NAME, history_identity(self._database)
+        if not identity_path.exists():
+            with new_file(identity_path) as file:
                 file.write(f"{identity}\n".encode())
-        if named.read_text(encoding="ascii").strip() != identity:
+        if identity_path.read_text(encoding="ascii").strip() != identity:
             self._unlock()
             raise StoreError(f"the backup {self._path} belongs to another history")
         for partial in self._path.glob(f"generation-*{PARTIAL}"):
@@ -462,8 +462,8 @@ def _read_segment(path: Path, previous: str) -> tuple[dict[str, Any], dict[int, 
     """Read and check a segment: its description, its pages by number, and its SHA-256."""
     data = _read(path)
     whole, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    found = hashlib.sha256(whole)
-    if found.digest() != digest:
+    sha256 = hashlib.sha256(whole)
+    if sha256.digest() != digest:
         raise BackupDamaged(f"{path} fails its checksum")
     head = _read_head(path)
     if head["previous"] != previous:
@@ -472,7 +472,7 @@ def _read_segment(path: Path, previous: str) -> tuple[dict[str, Any], dict[int, 
     pages_at, page_bytes = 4 * head["num_changed"], head["page_bytes"]
     starts = range(pages_at, len(content), page_bytes)
     numbers = zip(unpack_tokens(content[:pages_at]), starts, strict=True)
-    return head, {page: content[at : at + page_bytes] for page, at in numbers}, found.hexdigest()
+    return head, {page: content[at : at + page_bytes] for page, at in numbers}, sha256.hexdigest()
 
 
 def _read(path: Path) -> bytes:
@@ -520,7 +520,7 @@ def restore(
             raise StoreError(f"{data} already has a history; pass --replace to replace it")
         partial = data / RESTORING_NAME
         try:
-            base, restored = _make(
+            base, restored = _write_latest(
                 generations, partial, _RestoreOptions(at, to_last_good, driver, report)
             )
             _put_in_place(partial, target, driver)
@@ -535,7 +535,7 @@ def restore(
     return restored
 
 
-def _make(
+def _write_latest(
     generations: list[RestorePoints], partial: Path, wanted: _RestoreOptions
 ) -> tuple[Base, Restored]:
     """Write the latest undamaged moment that matches `wanted` to `partial`. Return base and result."""
@@ -546,7 +546,7 @@ def _make(
         try:
             base, segments = _files(generation, wanted.at)
             wanted.report(f"restoring generation {base.generation}, {len(segments)} segments")
-            return base, _write(generation.path, base, segments, partial, wanted, damage)
+            return base, _write_moment(generation.path, base, segments, partial, wanted, damage)
         except BackupDamaged as error:
             damage = damage or str(error)
             if not wanted.to_last_good:
@@ -585,7 +585,7 @@ def _files(generation: RestorePoints, at: float | None) -> tuple[Base, list[Path
     return base, segments
 
 
-def _write(
+def _write_moment(
     path: Path,
     base: Base,
     segments: list[Path],
@@ -631,13 +631,15 @@ def _correct_byte_counters(partial: Path, wanted: _RestoreOptions) -> None:
     """Correct the byte counters of tenants, because a wrong counter must not block a restore."""
     _remove_log(partial)  # may be left by an earlier restore that was killed in this function
     with read_only(partial, wanted.driver, immutable=True) as conn:
-        right = corrected_byte_counts(conn)
-    if not right:
+        corrected = corrected_byte_counts(conn)
+    if not corrected:
         return
-    wanted.report(f"the byte counters of {len(right)} tenants were wrong and have been corrected")
+    wanted.report(
+        f"the byte counters of {len(corrected)} tenants were wrong and have been corrected"
+    )
     with closing(wanted.driver.connect(str(partial))) as conn, conn:
         conn.executemany(
-            "INSERT OR REPLACE INTO tenants (tenant, stored_bytes) VALUES (?, ?)", right.items()
+            "INSERT OR REPLACE INTO tenants (tenant, stored_bytes) VALUES (?, ?)", corrected.items()
         )
 
 
@@ -672,6 +674,9 @@ def _remove_log(database: Path) -> None:
 
 
 def _empty_log(database: Path, driver: Any) -> None:
-    """Move the log into the database, so that a kill at this point leaves the old history complete."""
+    """Move the log into the database, so that the old history is complete without the log.
+
+    Otherwise a kill after `_remove_log` would leave an incomplete history.
+    """
     with closing(driver.connect(str(database), isolation_level=None)) as conn:
         conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

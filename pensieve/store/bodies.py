@@ -143,16 +143,16 @@ def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
     """Overwrite bodies with NULL and count the space that they waste."""
     numbers = [str(int(body)) for body in bodies]
     for first in range(0, len(numbers), WIPED_AT_ONCE):
-        some = ",".join(numbers[first : first + WIPED_AT_ONCE])
+        batch = ",".join(numbers[first : first + WIPED_AT_ONCE])
         lengths = conn.execute(
-            f"SELECT length(private) + length(tokens) FROM bodies WHERE body IN ({some})"
+            f"SELECT length(private) + length(tokens) FROM bodies WHERE body IN ({batch})"
             " AND private IS NOT NULL AND tokens IS NOT NULL"
         ).fetchall()
         _count_wasted(conn, sum(min(LOCAL_BYTES_MAX, num_bytes) for (num_bytes,) in lengths))
         num_bytes = sum(num_bytes + ROW_BYTES for (num_bytes,) in lengths)
         _count_bytes(conn, tenant, -num_bytes)
         conn.execute(
-            f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({some})"
+            f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({batch})"
         )
 
 

@@ -62,7 +62,9 @@ class Chains:
         """
         with self._transactions.reading(is_snapshot=True) as conn:
             for digest in digests:
-                messages, is_of_session = _states(conn, tenant_key(tenant, digest), session)
+                messages, is_of_session = _messages_with_key(
+                    conn, tenant_key(tenant, digest), session
+                )
                 if messages:
                     break
             else:
@@ -88,9 +90,9 @@ class Chains:
             ).fetchall()
         old = tuple(chain for chain, at in rows if at < before)
         if old:
-            marks = ",".join("?" * len(old))
+            placeholders = ",".join("?" * len(old))
             with self._transactions.writing() as conn:
-                conn.execute(f"DELETE FROM chains WHERE chain IN ({marks})", old)
+                conn.execute(f"DELETE FROM chains WHERE chain IN ({placeholders})", old)
         return len(old) == FORGOTTEN_AT_ONCE
 
     def _best(
@@ -127,7 +129,7 @@ def copy_states(conn: Connection, old: int, new: int) -> None:
     )
 
 
-def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
+def _messages_with_key(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
     """Return messages that end a history with this key, and whether they are from this session.
 
     If the session has such messages, returns them, newest first. Otherwise returns one message of another

@@ -39,7 +39,7 @@ STEP_ROWS = 128
 STEP_BYTES = 256 * 2**10
 STEP_PAGES = 256
 AUTO_VACUUM_INCREMENTAL = 2
-HOLDERS = (  # all columns that refer to bodies
+BODY_REFERENCES = (  # all columns that refer to bodies
     ("messages", "body"),
     ("turns", "body"),
     ("turns", "logprobs"),
@@ -149,7 +149,7 @@ def _move_body(conn: Connection, body: int) -> None:
         " SELECT crc, private, tokens FROM bodies WHERE body = ?",
         (body,),
     ).lastrowid
-    for table, column in HOLDERS:
+    for table, column in BODY_REFERENCES:
         conn.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (copy, body))
     conn.execute(
         "UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body = ?", (body,)

@@ -9,11 +9,12 @@ pysqlite3 contains a fixed SQLite and is used if installed.
 without that bug. Only one daemon writes at a time: transactions are IMMEDIATE, and a writer begins one only
 while it holds the writers' lock. Other operations are safe, too:
 
-    recovery     The first daemon to open the file recovers the log, while no other process has the file open,
-                 on a connection that it then closes (`_recover`). Closing removes the -shm file, into which a
-                 recovery copies unused memory of the daemon. A recovery while other daemons run is rare: only
-                 if a process died while it wrote the header of the -shm file. Then the -shm file stays until
-                 the last daemon closes the history.
+    recovery     The first daemon that opens the file recovers the log. No other process has the file open at
+                 that time. The daemon uses a separate connection and then closes it (`_recover`). Closing
+                 removes the -shm file, because a recovery copies uninitialized memory, which may contain
+                 private text, into that file. A recovery while other daemons run is rare: only if a process
+                 died while it wrote the header of the -shm file. Then the -shm file stays until the last
+                 daemon closes the history.
     truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite truncates
                  the log only if every frame is in the database and no process reads the log. Otherwise SQLite
                  reports that it did not truncate, and we try again.
@@ -78,7 +79,7 @@ UNAVAILABLE = {
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
 UNDECODABLE = "Could not decode to UTF-8"  # the driver's message; SQLite has no code for it
 REOPEN_AFTER = {8, 10, 14}
-# how long a truncation waits for readers of other daemons; no daemon writes then
+# how long a truncation waits for other daemons' readers; no daemon can write during this time
 READERS_MILLISECONDS = 100
 FULL, IO_ERROR, CONSTRAINT = 13, 10, 19
 
@@ -104,7 +105,8 @@ class WriterConnection:
     ) -> None:
         """`shared` is set if other daemons may have the file open, too.
 
-        After waiting `patience_seconds`, a writer checks whether the writing process is stopped (SIGSTOP).
+        After waiting `patience_seconds`, a writer checks whether the process that writes is stopped
+        (SIGSTOP).
         """
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
@@ -125,7 +127,7 @@ class WriterConnection:
             else None
         )
         if self._writer_lock is not None:
-            self._writer_lock.waited = self.figures.waited
+            self._writer_lock.on_wait = self.figures.record_wait
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
@@ -133,7 +135,7 @@ class WriterConnection:
 
         All transactions are serializable, because one connection writes at a time.
         """
-        with self._writers_lock(), self._operation() as db:
+        with self._holding_writer_lock(), self._operation() as db:
             db.conn.execute("BEGIN IMMEDIATE")
             try:
                 yield db.conn
@@ -142,12 +144,12 @@ class WriterConnection:
             except BaseException:
                 db.rollback()
                 raise
-            self.figures.committed(time.perf_counter() - began)
+            self.figures.record_commit(time.perf_counter() - began)
 
     def settle(self) -> None:
         """Do nothing: the outcome of a COMMIT is known when it returns."""
 
-    def end_stopped(self) -> None:
+    def end_hanging_transactions(self) -> None:
         """Do nothing: a waiting writer kills a suspended writer by itself (shared_file.py)."""
 
     @contextlib.contextmanager
@@ -177,10 +179,10 @@ class WriterConnection:
         It is impossible while another connection reads the log. If several daemons share the file, the call
         waits up to READERS_MILLISECONDS for such readers; otherwise it does not wait.
         """
-        moment = 0 if self._shared is None else READERS_MILLISECONDS
-        with self._writers_lock(), self.reading() as conn:
+        reader_milliseconds = 0 if self._shared is None else READERS_MILLISECONDS
+        with self._holding_writer_lock(), self.reading() as conn:
             try:
-                conn.execute(f"PRAGMA busy_timeout = {moment}").fetchall()
+                conn.execute(f"PRAGMA busy_timeout = {reader_milliseconds}").fetchall()
                 busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
                 milliseconds = round(1000 * self._busy_timeout_seconds)
                 conn.execute(f"PRAGMA busy_timeout = {milliseconds}").fetchall()
@@ -202,7 +204,7 @@ class WriterConnection:
             if self._writer_lock is not None:
                 self._writer_lock.close()
 
-    def _writers_lock(self) -> AbstractContextManager[None]:
+    def _holding_writer_lock(self) -> AbstractContextManager[None]:
         """Hold the writers' lock during the block, if several daemons share the file."""
         return contextlib.nullcontext() if self._writer_lock is None else self._writer_lock.taken()
 
@@ -240,8 +242,8 @@ class WriterConnection:
     def _recover(self) -> None:
         """Move the log of an earlier connection into the database, on a connection that is then closed.
 
-        Recovering a log copies unused memory, which may contain private text, into the -shm file. Closing
-        the connection removes that file, and the next connection finds no log to recover.
+        Recovering a log copies uninitialized memory, which may contain private text, into the -shm file.
+        Closing the connection removes that file, and the next connection finds no log to recover.
         """
         with contextlib.closing(self.driver.connect(str(self.path), timeout=0.0)) as conn:
             conn.execute("PRAGMA schema_version").fetchall()

@@ -132,7 +132,7 @@ class ConversationChanges:
             conversation_rows.set_updated(conn, number, self._now())
             if is_deletion:
                 self._erasure.prepare()
-        return PendingChange(after, is_deletion and self._is_erasure_due())
+        return PendingChange(after, is_deletion and self._finish_erasure())
 
     @repeated
     def delete_last(
@@ -160,16 +160,16 @@ class ConversationChanges:
             refuse_running(found)
             refuse_stale(found, revision, created_at)
             stored = _stored_pending(conn, number, found)
-            _refuse_changed(stored, found, pending)
+            _refuse_changed_pending(stored, found, pending)
             is_rewound = not pending
             if is_rewound:
-                left = Pending(self._take_back(conn, number, found))
+                still_pending = Pending(self._take_back(conn, number, found))
             else:
-                left = replace(stored.pending, messages=stored.pending.messages[:-1])
+                still_pending = replace(stored.pending, messages=stored.pending.messages[:-1])
                 self._erasure.prepare()
-            _put_pending(conn, number, tenant, stored, left)
+            _put_pending(conn, number, tenant, stored, still_pending)
             after = require_conversation(conn, conversation_id, tenant)[1]
-        return LastDeleted(after, is_rewound, not is_rewound and self._is_erasure_due())
+        return LastDeleted(after, is_rewound, not is_rewound and self._finish_erasure())
 
     def _take_back(
         self, conn: Connection, number: int, conversation: StoredConversation
@@ -191,8 +191,8 @@ class ConversationChanges:
             for each in cut[:-1]
         )
 
-    def _is_erasure_due(self) -> bool:
-        """Erase deleted content from the files. Return whether some content is left."""
+    def _finish_erasure(self) -> bool:
+        """Erase deleted content from the files. Return whether some deleted content is left."""
         try:
             self._erasure.finish()
         except ErasurePending:
@@ -213,7 +213,7 @@ def take_pending(
     """
     stored = _stored_pending(conn, number, conversation)
     if messages is not None:
-        _refuse_changed(stored, conversation, messages)
+        _refuse_changed_pending(stored, conversation, messages)
     taken_at = conversation.revision if messages else None
     _put_pending(
         conn, number, conversation.tenant, stored, replace(stored.pending, taken_at=taken_at)
@@ -239,7 +239,7 @@ def _stored_pending(
     return _StoredPending(body, private, Pending(messages, stored["taken_at"]))
 
 
-def _refuse_changed(
+def _refuse_changed_pending(
     stored: _StoredPending, conversation: StoredConversation, messages: Sequence[NewMessage]
 ) -> None:
     """Raise StaleRevision if the pending messages are not equal to `messages`."""

@@ -163,9 +163,9 @@ def refuse_existing(conn: Connection, conversation_id: str, tenant: str) -> None
 
 def tenants_of(conn: Connection, conversation_id: str, tenants: Iterable[str]) -> list[str]:
     """Return the tenants, among `tenants`, that have a conversation with this id."""
-    found = "SELECT 1 FROM conversations WHERE key = ?"
+    query = "SELECT 1 FROM conversations WHERE key = ?"
     keys = ((tenant, conversation_key(conversation_id, tenant)) for tenant in tenants)
-    return [tenant for tenant, key in keys if conn.execute(found, (key,)).fetchone()]
+    return [tenant for tenant, key in keys if conn.execute(query, (key,)).fetchone()]
 
 
 def conversation_numbered(conn: Connection, number: int) -> StoredConversation:
@@ -300,12 +300,12 @@ def set_updated(conn: Connection, conversation: int, now: float) -> None:
     )
 
 
-def refuse_changed(now: StoredConversation, before: StoredConversation) -> None:
+def refuse_changed(current: StoredConversation, before: StoredConversation) -> None:
     """Raise StaleRevision if a conversation has changed, or was deleted and created again."""
-    if (now.revision, now.updated_at, now.created_at) != (
+    if (current.revision, current.updated_at, current.created_at) != (
         *(before.revision, before.updated_at, before.created_at),
     ):
-        raise StaleRevision(before.revision, now.revision)
+        raise StaleRevision(before.revision, current.revision)
 
 
 def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> None:
@@ -327,7 +327,7 @@ def delete_conversation(conn: Connection, conversation: int, tenant: str) -> Non
         " (SELECT 1 FROM history h"
         " WHERE h.message = messages.message AND h.conversation <> :conversation)"
     )
-    name = {"conversation": conversation}
+    parameters = {"conversation": conversation}
     bodies = conn.execute(
         f"SELECT body FROM messages WHERE {only_here}"
         " UNION ALL SELECT body FROM turns WHERE conversation = :conversation"
@@ -335,15 +335,15 @@ def delete_conversation(conn: Connection, conversation: int, tenant: str) -> Non
         " AND logprobs IS NOT NULL"
         " UNION ALL SELECT body FROM responses WHERE conversation = :conversation"
         " UNION ALL SELECT body FROM conversations WHERE conversation = :conversation",
-        name,
+        parameters,
     ).fetchall()
     wipe_bodies(conn, tenant, (body for (body,) in bodies))
-    conn.execute(f"DELETE FROM messages WHERE {only_here}", name)
-    conn.execute(f"UPDATE messages SET turn_id = NULL WHERE turn_id IN {made_here}", name)
-    conn.execute("DELETE FROM history WHERE conversation = :conversation", name)
-    conn.execute("DELETE FROM turns WHERE conversation = :conversation", name)
-    conn.execute("DELETE FROM responses WHERE conversation = :conversation", name)
+    conn.execute(f"DELETE FROM messages WHERE {only_here}", parameters)
+    conn.execute(f"UPDATE messages SET turn_id = NULL WHERE turn_id IN {made_here}", parameters)
+    conn.execute("DELETE FROM history WHERE conversation = :conversation", parameters)
+    conn.execute("DELETE FROM turns WHERE conversation = :conversation", parameters)
+    conn.execute("DELETE FROM responses WHERE conversation = :conversation", parameters)
     conn.execute(
         "DELETE FROM prefixes WHERE tenant = ? AND conversation = ?", (tenant, conversation)
     )
-    conn.execute("DELETE FROM conversations WHERE conversation = :conversation", name)
+    conn.execute("DELETE FROM conversations WHERE conversation = :conversation", parameters)

@@ -145,7 +145,7 @@ class ConversationStore:
             opening = Opening(replica)
             if self.is_shared:
                 opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
-            interrupted = self.erasure.run_deletion(lambda: self.owners.opened(opening))
+            interrupted = self.erasure.run_deletion(lambda: self.owners.open_session(opening))
             self._share()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
@@ -398,11 +398,11 @@ class ConversationStore:
         check_text(request.messages)
         content_hash = request.content_hash()
         with self._transactions.writing() as conn:
-            number, conversation, known, owner = conversation_rows.require_with_request(
+            number, conversation, known_turn_id, owner = conversation_rows.require_with_request(
                 conn, conversation_id, tenant, request.request_id
             )
             conversation = self.owners.hold(conn, number, conversation, owner)
-            stored = None if known is None else turn_rows.require_turn(conn, known)
+            stored = None if known_turn_id is None else turn_rows.require_turn(conn, known_turn_id)
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was already used with different content")
             if stored and StoredTurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
@@ -419,7 +419,7 @@ class ConversationStore:
                 turn_rows.restart_turn(conn, stored.turn.turn_id, tenant, request)
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
             message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
-            self._transactions.add(turn.turn_id)
+            self._transactions.note_begun(turn.turn_id)
         return BeginResult(turn, must_run=True)
 
     @repeated
@@ -446,9 +446,13 @@ class ConversationStore:
             now = self.now()
             progress = turn_rows.require_progress(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, progress)
-            made, tenant = progress.revision, progress.tenant
-            if progress.state is state and made is not None and attempt in (0, progress.attempt):
-                return made
+            committed, tenant = progress.revision, progress.tenant
+            if (
+                progress.state is state
+                and committed is not None
+                and attempt in (0, progress.attempt)
+            ):
+                return committed
             if not is_ours:
                 raise Unavailable(TAKEN)
             if progress.state is not StoredTurnState.RUNNING:
@@ -576,7 +580,7 @@ class ConversationStore:
 
     def take(self, conversation_id: str, *, tenant: str = "") -> None:
         """Like `claim`, but also from a live daemon, unless that daemon runs a turn of the conversation."""
-        self.owners.claim(conversation_id, tenant=tenant, takes=True)
+        self.owners.claim(conversation_id, tenant=tenant, from_live_owner=True)
 
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         self.owners.announce(address, http_address, metrics_address)
@@ -587,7 +591,7 @@ class ConversationStore:
 
     def salt_of(self, tenant: str) -> bytes:
         """Return the tenant's random salt, which never changes. Only a new tenant's first call writes."""
-        return self._salts.of(tenant)
+        return self._salts.get(tenant)
 
     # -- reading --
 

@@ -117,8 +117,8 @@ def copy_history(source: Backend, target: Backend) -> Copied:
 
 def _copy_table(old: Connection, new: Connection, table: str) -> None:
     columns = COLUMNS[table].split()
-    marks = ", ".join("?" * len(columns))
-    insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+    placeholders = ", ".join("?" * len(columns))
+    insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({placeholders})"
     for rows in _batches(old, table, columns):
         for row in rows:
             if table == "bodies":

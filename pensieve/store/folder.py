@@ -65,11 +65,11 @@ class DataFolder:
         database: int | None,
         before: bytes,
         holder: str,
-        lock_of_link: int | None = None,
+        lock_beside: int | None = None,
     ) -> None:
         """`before`: the text to restore in `lock` on close, if the history in the folder was not used.
 
-        `lock_of_link`: the lock beside the database file, if `conversations.db` is a link to that file.
+        `lock_beside`: the lock beside the database file, if `conversations.db` is a link to that file.
         """
         self.path = path
         self.holder = holder
@@ -77,7 +77,7 @@ class DataFolder:
         self._before = before
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
-        self._lock_beside = lock_of_link
+        self._lock_beside = lock_beside
         self._database = database
 
     @classmethod

@@ -44,7 +44,7 @@ class Forgetting:
 
     @repeated
     def step(self, before: float) -> bool:
-        """Forget some turns that ended before `before`. Return whether the pass continues.
+        """Forget some turns that ended before the time `before`. Return whether the pass continues.
 
         Does nothing if another daemon is the housekeeper.
         """

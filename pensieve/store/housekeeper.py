@@ -40,7 +40,7 @@ class Housekeeper:
     def claim_if_free(
         self, conn: Connection, session: int, next_epoch: Callable[[Connection], int]
     ) -> None:
-        """Put our session into the row if its daemon is gone.
+        """Put our session into the row if the daemon in the row is gone.
 
         Called in the transaction that renews the lease.
         """
@@ -54,7 +54,7 @@ class Housekeeper:
             conn.execute("UPDATE housekeeping SET session = ?, epoch = ?", (owner, epoch))
         self._held = (owner, epoch) if owner == session else None
 
-    def claim_committed(self, lease_until: float) -> None:
+    def confirm_claim(self, lease_until: float) -> None:
         """Apply the result of `claim_if_free` after its transaction is committed.
 
         `lease_until`: when the renewed lease expires, by time.monotonic(), or earlier.

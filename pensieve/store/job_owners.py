@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.errors import AlreadyExists
 from pensieve.store.conversation_rows import digest
-from pensieve.store.owners import Owners, is_alive
+from pensieve.store.owners import Owners, alive_condition
 from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class JobOwners:
             if forget_before is not None:
                 conn.execute(
                     "DELETE FROM job_owners WHERE created_at < ? AND folder NOT IN"
-                    f" (SELECT s.folder FROM sessions s WHERE {is_alive(conn)})",
+                    f" (SELECT s.folder FROM sessions s WHERE {alive_condition(conn)})",
                     (forget_before,),
                 )
 
@@ -102,17 +102,17 @@ class JobOwners:
 
     def _find(self, conn: Connection, key: bytes) -> JobOwner | None:
         row = conn.execute(
-            f"SELECT j.folder, j.replica, s.replica, s.address, {is_alive(conn)} FROM job_owners j"
+            f"SELECT j.folder, j.replica, s.replica, s.address, {alive_condition(conn)} FROM job_owners j"
             " LEFT JOIN sessions s ON s.folder = j.folder WHERE j.key = ?",
             (key,),
         ).fetchone()
         if row is None:
             return None
         folder, replica, replica_now, address, alive = row
-        is_there = replica_now is not None and alive
+        is_reachable = replica_now is not None and alive
         return JobOwner(
             replica_now or replica,
-            address if is_there else "",
+            address if is_reachable else "",
             folder == self._owners.folder,
         )
 

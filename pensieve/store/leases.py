@@ -37,7 +37,7 @@ class Leases:
         self._tidied_at = time.monotonic()
         self._failure_logged = False  # a renewal has failed, and this was logged
         # an attempt to end hanging transactions has failed, and this was logged
-        self._is_end_refused = False
+        self._end_failure_logged = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
@@ -59,7 +59,7 @@ class Leases:
         with self._transactions.writing() as conn:
             self._owners.renew(conn)
             self._housekeeper.claim_if_free(conn, self._owners.session, next_number)
-        self._housekeeper.claim_committed(began + self._owners.lease_seconds)
+        self._housekeeper.confirm_claim(began + self._owners.lease_seconds)
 
     def close(self) -> None:
         """Stop the thread and close the connection. A second call does nothing."""
@@ -89,20 +89,20 @@ class Leases:
             if self._failure_logged:
                 log.warning("this daemon's lease is renewed again")
             self._failure_logged = False
-        self._end_stopped()
+        self._end_hanging_transactions()
         if self._failure_logged:
             return
         if self._housekeeper.is_ours and time.monotonic() >= self._tidied_at + TIDY_SECONDS:
             self._tidied_at = time.monotonic()
             self._tidy()
 
-    def _end_stopped(self) -> None:
+    def _end_hanging_transactions(self) -> None:
         """End hanging transactions of other daemons. They may hold locks that the next renewal needs."""
         try:
-            self._transactions.end_stopped()
+            self._transactions.end_hanging_transactions()
         except Exception as error:  # after any error, the next renewal must still happen
-            if not self._failure_logged and not self._is_end_refused:
+            if not self._failure_logged and not self._end_failure_logged:
                 log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
-                self._is_end_refused = True
+                self._end_failure_logged = True
         else:
-            self._is_end_refused = False
+            self._end_failure_logged = False

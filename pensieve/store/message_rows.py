@@ -91,11 +91,11 @@ def append_history(
         position += 1
         first_token += link.num_tokens
     for first in range(0, len(rows), LINKS_AT_ONCE):
-        some = rows[first : first + LINKS_AT_ONCE]
+        batch = rows[first : first + LINKS_AT_ONCE]
         conn.execute(
             "INSERT INTO history (conversation, position, message, revision, first_token)"
-            f" VALUES {', '.join(['(?, ?, ?, ?, ?)'] * len(some))}",
-            tuple(value for row in some for value in row),
+            f" VALUES {', '.join(['(?, ?, ?, ?, ?)'] * len(batch))}",
+            tuple(value for row in batch for value in row),
         )
 
 
@@ -114,7 +114,7 @@ def require_links(
 ) -> list[HistoryRow]:
     """Return the history up to a revision.
 
-    Raises NotFound unless the revision is 0, the current revision, or that of a message.
+    Raises NotFound unless the revision is 0, the current revision, or the revision of a message.
     """
     found = links(conn, number, revision)
     if revision not in (0, conversation.revision) and (not found or found[-1].revision != revision):
@@ -131,12 +131,13 @@ def cut_history(conn: Connection, conversation: int, tenant: str, after_revision
         f"message IN ({cut}) AND turn_id IS NULL AND NOT EXISTS (SELECT 1 FROM history h"
         " WHERE h.message = messages.message AND h.conversation <> :conversation)"
     )
-    names = {"conversation": conversation, "revision": after_revision}
-    bodies = conn.execute(f"SELECT body FROM messages WHERE {unheld}", names).fetchall()
+    parameters = {"conversation": conversation, "revision": after_revision}
+    bodies = conn.execute(f"SELECT body FROM messages WHERE {unheld}", parameters).fetchall()
     wipe_bodies(conn, tenant, (body for (body,) in bodies))
-    conn.execute(f"DELETE FROM messages WHERE {unheld}", names)
+    conn.execute(f"DELETE FROM messages WHERE {unheld}", parameters)
     conn.execute(
-        "DELETE FROM history WHERE conversation = :conversation AND revision > :revision", names
+        "DELETE FROM history WHERE conversation = :conversation AND revision > :revision",
+        parameters,
     )
 
 
@@ -161,11 +162,11 @@ def replace_tokens(
         old, token_ids, strict=True
     ):
         private = read_private(f"message number {message}", *body)
-        again = NewMessage(role=role, token_ids=ids, **private)
+        retokenized = NewMessage(role=role, token_ids=ids, **private)
         if turn_id is not None:
             conn.execute("UPDATE messages SET turn_id = NULL WHERE message = ?", (message,))
             wipe_logprobs(conn, tenant, turn_id)
-        inserted = insert_message(conn, tenant, again, turn_id, finish_reason)
+        inserted = insert_message(conn, tenant, retokenized, turn_id, finish_reason)
         copy_states(conn, message, inserted)
         new.append(HistoryRow(inserted, revision, len(ids)))
     cut_history(conn, conversation, tenant, after_revision=-1)

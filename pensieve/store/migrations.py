@@ -118,7 +118,7 @@ STEPS: Steps = {
         "CREATE UNIQUE INDEX history_message ON history (message, conversation)",
     ),
     "m002_holders_by_body": (
-        # Compaction looks up the holders of a body.
+        # Compaction looks up the rows that refer to a body.
         *(
             f"CREATE INDEX {table}_body ON {table} (body)"
             for table in ("conversations", "turns", "messages")

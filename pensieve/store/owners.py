@@ -22,13 +22,13 @@ Rules:
   call cannot wait for the commit, because a commit that reports an error may still take effect.
 
 A session ends when its row is deleted. A daemon deletes its own row when it closes the history. A daemon that
-opens the history (`opened`) deletes these rows, and interrupts the turns of the ended sessions:
+opens the history (`open_session`) deletes these rows, and interrupts the turns of the ended sessions:
 
     all rows, if it opens the history exclusively
     rows of earlier sessions from its own data folder
     rows whose lease expired FORGOTTEN_AFTER_SECONDS ago
-    rows without a lease. These are exclusive sessions. The lock on the history shows whether the process of
-    such a session is alive, so none is alive when another daemon can open the history.
+    rows without a lease. These are exclusive sessions. The process of an exclusive session holds the lock on
+    the history while it is alive. So if another daemon can open the history, that process is dead.
 
 A daemon with an expired lease continues to serve its conversations until another daemon claims them.
 """
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 LEASE_SECONDS = 10.0
-FORGOTTEN_AFTER_SECONDS = 86_400.0  # `opened` ends a session this long after its lease expired
+# `open_session` ends a session this long after its lease expired
+FORGOTTEN_AFTER_SECONDS = 86_400.0
 KV_SOURCES_MAX = 20_000  # limit for remembered addresses of previous owners
 # differs from the key of the database lock (postgres/connection.py)
 EPOCHS_LOCK_KEY = 0x50656E7300000002
@@ -102,7 +103,7 @@ class Owners:
         self._declared: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._lock = threading.Lock()  # guards both dicts
         self._opening = Opening()
-        self._places = ("", "", "")
+        self._addresses = ("", "", "")
 
     @property
     def session(self) -> int:
@@ -116,7 +117,7 @@ class Owners:
     # -- sessions --
 
     @repeated
-    def opened(self, opening: Opening) -> list[int]:
+    def open_session(self, opening: Opening) -> list[int]:
         """Open this daemon's session. Return the turns of ended sessions that were interrupted."""
         with self._transactions.opening() as conn:
             clock = database_clock(conn)
@@ -159,7 +160,7 @@ class Owners:
             " is_draining, opened_at, lease_until)"
             f" VALUES (?, ?, ?, ?, ?, ?, 0, ?, {database_clock(conn)} + ?)",
             (
-                *(session, opening.replica, opening.folder, *self._places),
+                *(session, opening.replica, opening.folder, *self._addresses),
                 *(self._now(), opening.lease_seconds),
             ),
         )
@@ -167,7 +168,7 @@ class Owners:
     @property
     def address(self) -> str:
         """The address where other daemons reach this daemon; empty until `announce`."""
-        return self._places[0]
+        return self._addresses[0]
 
     @property
     def folder(self) -> str:
@@ -181,12 +182,12 @@ class Owners:
     @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         """Tell the other daemons where this daemon can be reached."""
-        self._places = address, http_address, metrics_address
+        self._addresses = address, http_address, metrics_address
         with self._transactions.writing() as conn:
             conn.execute(
                 "UPDATE sessions SET address = ?, http_address = ?, metrics_address = ?"
                 " WHERE session = ?",
-                (*self._places, self._transactions.session),
+                (*self._addresses, self._transactions.session),
             )
 
     @repeated
@@ -216,13 +217,13 @@ class Owners:
         conversation: StoredConversation,
         owner: int | None = None,
         *,
-        takes: bool = False,
+        from_live_owner: bool = False,
     ) -> StoredConversation:
         """Claim the conversation for this daemon. Return the conversation as it is after the claim.
 
         The claim interrupts a turn that was running. `owner` is the owner's session, if the caller has read
-        it. With `takes`, a conversation without a running turn is also taken from a live daemon. For a
-        declared prefix, which has no owner, nothing happens.
+        it. With `from_live_owner`, a conversation without a running turn is also taken from a live daemon.
+        For a declared prefix, which has no owner, nothing happens.
 
         Raises:
             OwnedElsewhere: another daemon has the conversation.
@@ -237,7 +238,7 @@ class Owners:
             return conversation
         address = ""
         if owner is not None:
-            address = self._refuse_owned(conn, owner, conversation, takes)
+            address = self._refuse_owned(conn, owner, conversation, from_live_owner)
         running = conversation.running_turn_id
         if running is not None:
             turn_rows.interrupt_turn(conn, running, self._now())
@@ -288,22 +289,22 @@ class Owners:
     def drop_stale_prefix(self, prefix: StoredConversation) -> None:
         """Before a prefix's KV is used, drop the KV if another daemon has declared the prefix again."""
         key = prefix.tenant, prefix.conversation_id
-        forgotten = []
+        outdated = []
         with self._lock:
             if self._declared.get(key, prefix.created_at) != prefix.created_at:
-                forgotten.append(key)
+                outdated.append(key)
             self._declared[key] = prefix.created_at
             if len(self._declared) > DECLARED_MAX:
-                forgotten.append(self._declared.popitem(last=False)[0])
-        for each in forgotten:
+                outdated.append(self._declared.popitem(last=False)[0])
+        for each in outdated:
             self.on_stale(*each)
 
     def _refuse_owned(
-        self, conn: Connection, owner: int, conversation: StoredConversation, takes: bool
+        self, conn: Connection, owner: int, conversation: StoredConversation, from_live_owner: bool
     ) -> str:
         """Raise OwnedElsewhere unless the conversation may be claimed. Return the address of a live owner."""
         row = conn.execute(
-            f"SELECT s.replica, s.address, s.is_draining, {is_alive(conn)} FROM sessions s"
+            f"SELECT s.replica, s.address, s.is_draining, {alive_condition(conn)} FROM sessions s"
             " WHERE s.session = ?",
             (owner,),
         ).fetchone()
@@ -312,7 +313,7 @@ class Owners:
         replica, address, is_draining, alive = row
         if not alive:
             return ""
-        if conversation.running_turn_id is not None or not (is_draining or takes):
+        if conversation.running_turn_id is not None or not (is_draining or from_live_owner):
             raise OwnedElsewhere(conversation.conversation_id, replica, address)
         return str(address)
 
@@ -332,7 +333,9 @@ class Owners:
     # -- calls --
 
     @repeated
-    def claim(self, conversation_id: str, *, tenant: str = "", takes: bool = False) -> None:
+    def claim(
+        self, conversation_id: str, *, tenant: str = "", from_live_owner: bool = False
+    ) -> None:
         """Claim a conversation for work that does not write to the history. See `hold`.
 
         Does nothing if the conversation does not exist.
@@ -343,7 +346,7 @@ class Owners:
         with self._transactions.writing() as conn:
             found = conversation_rows.find_conversation(conn, conversation_id, tenant)
             if found is not None:
-                self.hold(conn, *found, takes=takes)
+                self.hold(conn, *found, from_live_owner=from_live_owner)
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
         """Return the owner of a conversation, or None if it has no owner or does not exist."""
@@ -358,14 +361,14 @@ ABANDONED_TURNS = """
 """
 
 
-def is_alive(conn: Connection) -> str:
+def alive_condition(conn: Connection) -> str:
     """Return an SQL condition that is true if the lease of session `s` has not expired."""
     return f"(s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
 
 
 def owner_of(conn: Connection, conversation_id: str, tenant: str, ours: int) -> Owner | None:
     row = conn.execute(
-        f"SELECT o.session, o.epoch, s.replica, s.address, {is_alive(conn)}"
+        f"SELECT o.session, o.epoch, s.replica, s.address, {alive_condition(conn)}"
         " FROM conversations c JOIN owners o USING (conversation)"
         " LEFT JOIN sessions s ON s.session = o.session WHERE c.key = ?",
         (conversation_rows.conversation_key(conversation_id, tenant),),
@@ -382,7 +385,7 @@ def sessions(conn: Connection) -> list[Session]:
     """Return the sessions that have not ended, oldest first."""
     rows = conn.execute(
         "SELECT s.session, s.replica, s.address, s.http_address, s.metrics_address, s.is_draining,"
-        f" {is_alive(conn)} FROM sessions s ORDER BY s.session"
+        f" {alive_condition(conn)} FROM sessions s ORDER BY s.session"
     ).fetchall()
     return [_session(*row) for row in rows]
 

@@ -1,14 +1,14 @@
-"""Responses that clients may fetch, continue from and delete. Each belongs to a turn of a conversation.
+"""Responses that clients may fetch, continue from and delete.
 
-A response is a row of `responses` and a body, which is the JSON that its client got. It is deleted with its
-conversation, or earlier.
+Each response belongs to a turn of a conversation. A response is a row of `responses` and a body, which is the
+JSON that its client got. It is deleted with its conversation, or earlier.
 
     revision         the conversation's revision after the response's turn; a client continues from there.
                      It is set in the commit that adds the turn to the history, and NULL before.
     is_ours          the conversation was created only to hold responses; no client asked for it
-    last_revision    the highest revision that comes from this response or a deleted response of the
-                     conversation. It is the revision after the response's turn, or the revision before the
-                     turn if the turn is not in the history.
+    last_revision    a maximum over this response and the deleted responses of the conversation. Each response
+                     contributes the revision after its turn, or the revision before its turn if the turn is
+                     not in the history.
 
 If `is_ours` is set and the only remaining response of the conversation is deleted, the conversation must be
 deleted, too. The conversation is kept if it was continued in another way: a turn is running, or its revision
@@ -118,8 +118,8 @@ class ResponseStore:
 def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
     """Insert or replace a response of the conversation with this row number.
 
-    If the turn is already in the history, a response without a revision is ignored. It was written while the
-    turn was running, and arrives late.
+    If the turn is already in the history, a response without a revision is ignored. Such a response was
+    written while the turn was running, and arrives late.
     """
     tenant = response.tenant
     last_revision = response.revision or response.began_at_revision

@@ -26,7 +26,7 @@ class Salts:
         self._known: dict[str, bytes] = {}  # only salts that are committed
 
     @repeated
-    def of(self, tenant: str) -> bytes:
+    def get(self, tenant: str) -> bytes:
         """Return the tenant's salt. The first call for a new tenant stores a new salt."""
         salt = self._known.get(tenant)
         if salt is None:

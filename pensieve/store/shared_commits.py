@@ -23,8 +23,8 @@ happens after the commit.
 
 These operations never share a transaction:
 
-    reads               They run between transactions and see only committed data. Reads that wait when a
-                        group ends run before the next group. Most of these reads look up a conversation
+    reads               They run between transactions and see only committed data. When a group ends, the
+                        waiting reads run before the next group. Most of these reads look up a conversation
                         for a new turn. The transaction that begins this turn can then join the next group.
     `is_serializable`   Deletions, rewinds, forks, compaction and forgetting. They are rare and may be
                         large, so other calls should not wait for them in a group. Also, a deletion on a
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 GROUP_SECONDS = SLICE_SECONDS  # how long after BEGIN threads may join
 LOST = "the transaction was lost because another call's transaction failed"
 INTERRUPTED = "the call that should have committed this one was interrupted"
-NOBODY = 0
+NO_THREAD = 0
 
 
 class Waiter:
@@ -83,7 +83,7 @@ class ConnectionQueue:
         self._lock = threading.Lock()
         self._pass_on = pass_on
         self._is_taken = False
-        self._user = NOBODY  # the thread that has the connection
+        self._user = NO_THREAD  # the thread that has the connection
         self._alone: deque[Waiter] = deque()
         self._joining: deque[Waiter] = deque()
         self._num_first = 0  # how many waiters of `_alone` run before the next group
@@ -93,7 +93,7 @@ class ConnectionQueue:
         return self._user == threading.get_ident()
 
     @property
-    def is_awaited(self) -> bool:
+    def has_joining(self) -> bool:
         """Whether a thread is waiting to join."""
         return bool(self._joining)
 
@@ -108,7 +108,7 @@ class ConnectionQueue:
     def leave(self, *, is_group: bool = False) -> None:
         """Release the connection. Called when no transaction is open."""
         with self._lock:
-            self._user = NOBODY
+            self._user = NO_THREAD
             if is_group:
                 self._num_first = len(self._alone)
             waiter = self._next() if self._alone or self._joining else None
@@ -116,7 +116,7 @@ class ConnectionQueue:
         if waiter is not None:
             waiter.wake()
 
-    def joining(self) -> Waiter | None:
+    def pop_joining(self) -> Waiter | None:
         """Remove and return the next thread to join, if any. Waking this thread gives it the connection."""
         with self._lock:
             return self._joining.popleft() if self._joining else None
@@ -127,17 +127,17 @@ class ConnectionQueue:
 
     def hand_over(self, waiter: Waiter) -> None:
         """Give the connection to another thread in the middle of a transaction."""
-        self._user = NOBODY
+        self._user = NO_THREAD
         waiter.wake()
 
     def _take(self, queue: deque[Waiter]) -> None:
-        me = threading.get_ident()
+        thread = threading.get_ident()
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
-                self._user = me
+                self._user = thread
                 return
-            if self._user == me:
+            if self._user == thread:
                 raise RuntimeError("the history is being used by this thread already")
             waiter = Waiter()
             queue.append(waiter)
@@ -197,7 +197,7 @@ class SharedCommits(WriterConnection):
             return
         self._queue.take()
         if self._group is not None:
-            with self._joining(self._group) as conn:
+            with self._join(self._group) as conn:
                 yield conn
             return
         group: Group | None = None
@@ -205,7 +205,7 @@ class SharedCommits(WriterConnection):
             with super().writing() as conn:
                 until = time.monotonic() + GROUP_SECONDS
                 yield conn  # if the block fails, no other thread is affected: none has joined yet
-                if self._queue.is_awaited:
+                if self._queue.has_joining:
                     group = Group(conn, until)
                     self._let_join(group)
         except BaseException as error:
@@ -270,23 +270,23 @@ class SharedCommits(WriterConnection):
             raise Conflict(LOST)
 
     @contextlib.contextmanager
-    def _joining(self, group: Group) -> Iterator[Connection]:
-        me = Waiter()
+    def _join(self, group: Group) -> Iterator[Connection]:
+        waiter = Waiter()
         try:
             try:
                 with self._savepoint(group):
                     yield group.conn
             finally:
                 if not group.is_lost:
-                    group.joined.append(me)
+                    group.joined.append(waiter)
                 self._pass_on()
         except Exception:
-            if me in group.joined:
-                me.wait()
+            if waiter in group.joined:
+                waiter.wait()
                 if group.failure is not None:
                     raise Conflict(LOST) from None
             raise
-        me.wait()
+        waiter.wait()
         if group.failure is not None:
             raise _copied_error(group.failure)
 
@@ -326,7 +326,7 @@ class SharedCommits(WriterConnection):
         """Return the next thread to join. None: none waits, the time is over, or the transaction is lost."""
         if group.is_lost or time.monotonic() >= group.until:
             return None
-        return self._queue.joining()
+        return self._queue.pop_joining()
 
 
 def _group_error(error: BaseException) -> Exception:

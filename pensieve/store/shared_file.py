@@ -24,10 +24,11 @@ its slice, a writer may take the writers' lock again before the next writer. Tha
 reads every page again after a transaction of another process.
 
 **Stopped writers.** A process that was stopped (SIGSTOP) within a transaction keeps SQLite's write lock and
-the writers' lock. No other daemon could write, or take over its conversations. Only the end of the process
-frees SQLite's lock. So a writer that has waited for half a lease checks the process that has the lock. If
-that process is stopped, the writer kills it. SQLite then discards the uncommitted changes. A process that was
-stopped while it had only the lock of FILE.write-next is not killed. The other writers then skip that lock.
+the writers' lock. No other daemon could write, or take over the conversations of the stopped process. Only
+the end of that process frees SQLite's lock. So a writer that has waited for half a lease checks the process
+that has the lock. If that process is stopped, the writer kills it. SQLite then discards the uncommitted
+changes. A process that was stopped while it had only the lock of FILE.write-next is not killed. The other
+writers then skip that lock.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class SharedFile:
     def open(cls, path: Path, holder: str = "") -> SharedFile:
         """Lock the database at `path`, and create it if it is missing.
 
-        With a `holder`, no other process may open the database until `close`. Their errors name the holder.
+        With a `holder`, no other process may open the database until `close`. The errors of other processes
+        name the holder.
 
         Raises:
             StoreLocked: another process has the database open exclusively, or has it open at all if a
@@ -183,7 +185,7 @@ class WriterLock:
     """The writers' lock, for one connection in one thread at a time."""
 
     def __init__(self, path: Path, seconds: float, patience: float) -> None:
-        self.waited: Callable[[float], None] = lambda seconds: None
+        self.on_wait: Callable[[float], None] = lambda seconds: None
         self._paths = (
             path.with_name(f"{path.name}.write-next"),
             path.with_name(f"{path.name}.write"),
@@ -227,34 +229,34 @@ class WriterLock:
     def _take(self) -> None:
         if self._files is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            following, file = (os.open(path, flags, 0o600) for path in self._paths)
-            self._files = following, file
+            next_file, file = (os.open(path, flags, 0o600) for path in self._paths)
+            self._files = next_file, file
             self._pipe = _open_pipe(self._pipe_path)
         began = time.monotonic()
-        following, file = self._files
+        next_file, file = self._files
         if began < self._until:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.waited(0.0)
+                self.on_wait(0.0)
                 return
         self._stopped = (0, 0.0)
-        self._wait_to_be_next(following, began)
+        self._wait_to_be_next(next_file, began)
         try:
             self._wait(file, began, self._pipe)
         finally:
-            fcntl.flock(following, fcntl.LOCK_UN)
+            fcntl.flock(next_file, fcntl.LOCK_UN)
         now = time.monotonic()
         self._until = now + SLICE_SECONDS
-        self.waited(now - began)
+        self.on_wait(now - began)
 
-    def _wait_to_be_next(self, following: int, began: float) -> None:
+    def _wait_to_be_next(self, next_file: int, began: float) -> None:
         """Wait up to `patience` for FILE.write-next. Continue without that lock if it does not become free.
 
         A writer without the lock may be overtaken. If a stopped process has the lock, later calls do not
         wait for it.
         """
         is_known = self._stopped_next != 0 and self._stopped_next == stopped_holder(self._paths[0])
-        if self._wait(following, began, patience=0.0 if is_known else self._patience):
+        if self._wait(next_file, began, patience=0.0 if is_known else self._patience):
             self._stopped_next = 0
         else:
             self._stopped_next = stopped_holder(self._paths[0])
@@ -277,7 +279,7 @@ class WriterLock:
                     f" {waited:.0f} s"
                 )
             if waited > self._patience - STOPPED_SECONDS:
-                self._end_stopped(self._paths[1])
+                self._kill_if_stopped(self._paths[1])
             pause = next(pause for until, pause in PAUSES if waited < until)
             if pipe is None:
                 time.sleep(pause)
@@ -285,7 +287,7 @@ class WriterLock:
                 with contextlib.suppress(BlockingIOError):
                     os.read(pipe, 1 << 16)
 
-    def _end_stopped(self, path: Path) -> None:
+    def _kill_if_stopped(self, path: Path) -> None:
         """Kill the process that has the lock, if it is stopped."""
         pid, now = stopped_holder(path), time.monotonic()
         if pid in (0, os.getpid()):
@@ -383,13 +385,13 @@ def _lock_either(lock: int, path: Path, *, is_exclusive: bool = False) -> bool:
     """
     end = time.monotonic() + OPEN_SECONDS_MAX
     while True:
-        for how in (fcntl.LOCK_EX,) if is_exclusive else (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        for mode in (fcntl.LOCK_EX,) if is_exclusive else (fcntl.LOCK_EX, fcntl.LOCK_SH):
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
-                return how == fcntl.LOCK_EX
+                fcntl.flock(lock, mode | fcntl.LOCK_NB)
+                return mode == fcntl.LOCK_EX
         # A holder with this text is alone only for its startup. It will call `share` soon.
-        is_shared = not is_exclusive and os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT
+        will_share = not is_exclusive and os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT
         # A process that has just locked the file may not have written its text yet.
-        if time.monotonic() > end - (0 if is_shared else OPEN_SECONDS_MAX - EXCLUSIVE_SECONDS):
+        if time.monotonic() > end - (0 if will_share else OPEN_SECONDS_MAX - EXCLUSIVE_SECONDS):
             raise StoreLocked(f"the history {path} is in use by {holder_in(lock)}")
         time.sleep(OPEN_PAUSE_SECONDS)

@@ -148,7 +148,7 @@ class Snapshots:
     """A read connection, separate from the writer. For one thread at a time.
 
     Each read sees the state that was committed when the read began. The connection stays open between reads,
-    because the process may run out of file descriptors. It is reopened after an error.
+    so that reads still work if the process has run out of file descriptors. It is reopened after an error.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Snapshots:
             if self._conn is not None and self._conn.in_transaction:
                 try:
                     self._conn.execute("ROLLBACK")
-                # The data is correct. The next read reopens the connection.
+                # The data that was read is correct. The next read reopens the connection.
                 except self._driver.Error:
                     self.close()
 
@@ -262,7 +262,7 @@ class Erasure(ErasureSteps):
                 if not self._reserve.release():
                     raise
             with contextlib.suppress(StoreUnavailable):
-                # free the log, because the second try may need as much space
+                # empty the log, because the second try may need as much space
                 self._writer.truncate_journal()
             return delete()
 
@@ -286,7 +286,7 @@ class Erasure(ErasureSteps):
         except StoreUnavailable as error:
             raise ErasurePending(f"{PENDING}: {error}") from error
         if not is_empty:
-            raise ErasurePending(f"{PENDING}: another program reads them")
+            raise ErasurePending(f"{PENDING}: another program reads the files")
         with self._counting:
             self._num_erased = max(self._num_erased, num_deletions)
         with contextlib.suppress(StoreUnavailable):  # the next deletion checks again
@@ -420,12 +420,12 @@ def _num_steps(conn: Connection) -> int:
     num_bytes = 1
     for pragma in ("page_count", "page_size"):
         num_bytes *= conn.execute(f"PRAGMA {pragma}").fetchone()[0]
-    walked = numbers["bodies"] + sum(numbers[each.table] for each in INDEXES)
+    num_rows = numbers["bodies"] + sum(numbers[each.table] for each in INDEXES)
     conversations = numbers["conversations"]
-    return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(SCANS)
+    return conversations + num_rows // ROWS + num_bytes // BODIES_BYTES + 2 * len(SCANS)
 
 
-def _conversations(conn: Connection, after: int, problems: list[str]) -> int | None:
+def _scan_conversations(conn: Connection, after: int, problems: list[str]) -> int | None:
     number = scan_conversation(conn, after, problems)
     if number is not None:
         problems += [
@@ -435,7 +435,7 @@ def _conversations(conn: Connection, after: int, problems: list[str]) -> int | N
     return number
 
 
-def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
+def _scan_index(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
     table, name, columns, where = index
     key = KEYS[table]
     # Read the index even if no row belongs in it. The query below would then not read it.
@@ -458,7 +458,7 @@ def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) ->
     return last
 
 
-def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
+def _scan_owners(conn: Connection, after: int, problems: list[str]) -> int | None:
     """Read the rows of `owners`, which has no index."""
     last: int | None = conn.execute(
         "SELECT max(conversation), sum(session), sum(epoch) FROM (SELECT * FROM owners"
@@ -469,10 +469,10 @@ def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
 
 
 SCANS: tuple[TableScan, ...] = (
-    _conversations,
+    _scan_conversations,
     scan_bodies,
-    _owners,
-    *(partial(_indexed, index) for index in INDEXES),
+    _scan_owners,
+    *(partial(_scan_index, index) for index in INDEXES),
     partial(read_tables, SMALL_TABLES),
 )
 SQLITE_SCANS = ScrubScans(SCANS, _num_steps)

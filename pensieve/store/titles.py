@@ -46,7 +46,7 @@ FIRST_OF_RUNNING_TURN = """
 """
 
 
-def with_titles(
+def add_titles(
     conn: Connection, page: Sequence[tuple[int, StoredConversation]]
 ) -> list[StoredConversation]:
     """Return the conversations of a page with their titles. `page` has their row numbers, too."""
@@ -57,14 +57,14 @@ def with_titles(
         (0, [number for number, each in unnamed if not each.prefix_id]),
         (1, [number for number, each in unnamed if each.prefix_id]),
     ):
-        titles |= _from_messages(conn, FIRST_OF_HISTORY, numbers, revision)
+        titles |= _titles_from_messages(conn, FIRST_OF_HISTORY, numbers, revision)
     # The first turn's message joins the history only when that turn ends.
     running = [
         each.running_turn_id
         for number, each in unnamed
         if each.running_turn_id is not None and not titles[number]
     ]
-    titles |= _from_messages(conn, FIRST_OF_RUNNING_TURN, running)
+    titles |= _titles_from_messages(conn, FIRST_OF_RUNNING_TURN, running)
     return [replace(each, title=titles[number]) for number, each in page]
 
 
@@ -85,7 +85,7 @@ def _given_title(conversation: StoredConversation) -> str:
     return title_of(given) if isinstance(given, str) else ""
 
 
-def _from_messages(
+def _titles_from_messages(
     conn: Connection, statement: str, numbers: Iterable[int], revision: int = 0
 ) -> dict[int, str]:
     """Return titles by row number of the conversation. `numbers` are the statement's parameters."""

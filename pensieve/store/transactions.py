@@ -5,8 +5,8 @@ ends it. In conversations that this daemon owns (owners.py), only live turns may
 turn is not live, its `running` row is called *dead*. Dead rows have two causes:
 
 * A process died and left `running` rows. The transaction that opens a session repairs them.
-* A write failed, and it is unknown whether the write was committed (an error at COMMIT does not tell). The
-  next call of `writing` first waits until no COMMIT is in progress (`settle` of backend.py). Then it sets
+* A write failed, and its error (at COMMIT) does not tell whether the write was committed. The next
+  call of `writing` first waits until no COMMIT is in progress (`settle` of backend.py). Then it sets
   every dead row on the disk to `interrupted`, and only then runs its transaction. A rejected call (NotFound,
   StaleRevision) tries no COMMIT, so no repair is needed.
 
@@ -27,9 +27,9 @@ SQLite gives the id of a rolled-back turn to the next turn. So another thread ma
 before the first thread learns of the rollback. `_live` therefore stores a token of the call that began the
 turn, and a failed call removes only its own token.
 
-**Conflicts.** A transaction fails with Conflict if another one has changed the same rows, or if the database
-failed in a transaction that it shared. Nothing is committed then. `repeated` calls the public method again,
-at most CALLS_MAX times. A turn that the method should end stays live meanwhile.
+**Conflicts.** A transaction fails with Conflict if another transaction has changed the same rows, or if the
+database failed in a transaction that several threads shared. Nothing is committed then. `repeated` calls the
+public method again, at most CALLS_MAX times. A turn that the method should end stays live meanwhile.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-NOBODY = 0  # no session
+NO_SESSION = 0
 TAKEN = "another daemon has taken over the conversation; send the message again"
 ENDED_MAX = 10_000  # far more than the turns that end during one read
 CALLS_MAX = 10  # how often a method is called if its transactions end with Conflict
@@ -98,7 +98,7 @@ class StoreTransactions:
         # The number of failures that may have left dead rows, and how many of them were repaired.
         self._num_failures, self._num_repaired = 1, 0
         self._repairing = threading.Lock()
-        self.session = NOBODY  # this daemon's session, when it is open
+        self.session = NO_SESSION  # the number of this daemon's session, when it is open
 
     # -- transactions --
 
@@ -138,11 +138,11 @@ class StoreTransactions:
         this daemon has begun the turn again, the newer attempt stays live. The block must call `may_end`.
         """
         stays_live, was_written = False, False
-        new = object()
+        new_token = object()
         # make the turn live again if an earlier call that should end it has failed
         with self._lock:
-            token = self._live.setdefault(turn_id, new)
-        was_live = token is not new
+            token = self._live.setdefault(turn_id, new_token)
+        was_live = token is not new_token
         self._thread_state.turn = None
         try:
             with self.writing() as conn:
@@ -216,7 +216,7 @@ class StoreTransactions:
 
     # -- live turns --
 
-    def add(self, turn_id: int) -> None:
+    def note_begun(self, turn_id: int) -> None:
         """Note that the current transaction begins a turn. The turn is live unless the transaction fails."""
         token = object()
         self._thread_state.turn = _ThreadTurn(turn_id, _Role.BEGINS, token)

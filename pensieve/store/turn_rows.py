@@ -71,10 +71,10 @@ def _turn(row: Any) -> TurnRow:
     turn_id, conversation, state, attempts, seed, finish_reason, failure, *more = row
     usage, revision, created_at, finished_at, tenant, *bodies = more
     private = read_private(f"turn {turn_id}", *bodies[:3])
-    owner = read_private(f"conversation number {conversation}", *bodies[3:])
+    conversation_private = read_private(f"conversation number {conversation}", *bodies[3:])
     turn = StoredTurn(
         turn_id=turn_id,
-        conversation_id=owner["conversation_id"],
+        conversation_id=conversation_private["conversation_id"],
         tenant=tenant,
         request_id=private["request_id"],
         state=StoredTurnState(state),
@@ -92,7 +92,7 @@ def _turn(row: Any) -> TurnRow:
 
 
 class TurnProgress(NamedTuple):
-    """The data that `finish_turn` needs."""
+    """The data that `ConversationStore.finish_turn` needs."""
 
     conversation: int
     state: StoredTurnState
@@ -160,9 +160,9 @@ def require_progress(conn: Connection, turn_id: int) -> TurnProgress:
     if row is None:
         raise NotFound(f"there is no turn {turn_id}")
     end = row[5] or 0, row[6] or 0
-    number, state, made, revision, tenant = row[:5]
+    number, state, turn_revision, revision, tenant = row[:5]
     return TurnProgress(
-        *(number, StoredTurnState(state), made, revision, tenant, end),
+        *(number, StoredTurnState(state), turn_revision, revision, tenant, end),
         *(row[7], row[8], tuple(messages)),
     )
 
@@ -195,9 +195,9 @@ def insert_turn(
             "content_hash": content_hash,
         },
     )
-    key, seed = digest(request.request_id), str(request.seed)
-    keyed = _idempotency_key(conversation.tenant, request)
-    values = number, key, "running", 1, seed, "{}", now, body, keyed
+    request_key, seed = digest(request.request_id), str(request.seed)
+    retry_key = _idempotency_key(conversation.tenant, request)
+    values = number, request_key, "running", 1, seed, "{}", now, body, retry_key
     turn_id = insert_numbered(conn, "turns", INSERTED_COLUMNS, values)
     return StoredTurn(
         turn_id=turn_id,

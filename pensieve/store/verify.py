@@ -45,19 +45,19 @@ def verify(
     path: Path, driver: Any, conversation_id: str | None, tenant: str, *, immutable: bool = False
 ) -> list[str]:
     """Return at most PROBLEMS_MAX problems; an empty list if none were found."""
-    opened = partial(read_only, path, driver, immutable=immutable)
-    return verified(opened, conversation_id, tenant)
+    connect = partial(read_only, path, driver, immutable=immutable)
+    return verify_with(connect, conversation_id, tenant)
 
 
-def verified(
-    opened: Callable[[], AbstractContextManager[Connection]],
+def verify_with(
+    connect: Callable[[], AbstractContextManager[Connection]],
     conversation_id: str | None,
     tenant: str,
 ) -> list[str]:
-    """Like `verify`, but for any read connection."""
+    """Like `verify`, but with the read connection that `connect` opens."""
     problems: list[str] = []
     try:
-        with opened() as conn:
+        with connect() as conn:
             if conversation_id is not None:
                 number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
                 verify_conversation(conn, number, problems)
@@ -101,26 +101,28 @@ def verify_conversation(conn: Connection, number: int, problems: list[str]) -> N
         return
     next_position = next_token = last_revision = 0
     for row in conn.execute(HISTORY_QUERY, (number,)):
-        position, revision, first_token, made, present, num_tokens, crc, private, tokens = row
-        at = f"{name}, message {position}"
+        position, revision, first_token, turn_revision, newest, num_tokens, *body = row
+        place = f"{name}, message {position}"
         if position != next_position:
-            problems.append(f"{at}: the message before it is missing")
+            problems.append(f"{place}: the message before it is missing")
         if num_tokens is None:
-            problems.append(f"{at}: does not exist")
+            problems.append(f"{place}: does not exist")
             return
         if first_token != next_token:
-            problems.append(f"{at}: begins at token {first_token} instead of {next_token}")
-        if not last_revision <= revision <= present:
-            problems.append(f"{at}: revision {revision} is not in {last_revision}..{present}")
-        if made is not None and made != revision:
-            problems.append(f"{at}: its turn made revision {made}, the history says {revision}")
+            problems.append(f"{place}: begins at token {first_token} instead of {next_token}")
+        if not last_revision <= revision <= newest:
+            problems.append(f"{place}: revision {revision} is not in {last_revision}..{newest}")
+        if turn_revision is not None and turn_revision != revision:
+            problems.append(
+                f"{place}: its turn made revision {turn_revision}, the history says {revision}"
+            )
         try:
-            _, tokens = checked_body(at, crc, private, tokens)
+            _, tokens = checked_body(place, *body)
         except StoreCorrupt as error:
             problems.append(str(error))
         else:
             if len(tokens) != TOKEN_BYTES * num_tokens:
-                problems.append(f"{at}: has {len(tokens)} bytes for {num_tokens} token ids")
+                problems.append(f"{place}: has {len(tokens)} bytes for {num_tokens} token ids")
         next_position, next_token = position + 1, first_token + num_tokens
         last_revision = revision
     problems += [f"{name}, turn {row[0]}: {row[1]}" for row in conn.execute(TURN_QUERY, (number,))]

@@ -195,7 +195,7 @@ def test_requests_are_the_same_only_if_their_constraints_are() -> None:
         assert one.has_same_content_as(ask(choice_of(("a", "b")), given))
         assert not one.has_same_content_as(ask(choice_of(("a", "c")), given))
         assert not one.has_same_content_as(ask(None, given))
-        assert "constraint" not in ask(None, given).sampling_given
+        assert "constraint" not in ask(None, given).stored_sampling
 
 
 def test_a_checked_constraint_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:

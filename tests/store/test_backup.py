@@ -168,7 +168,7 @@ def test_a_backup_of_an_unchanged_history_copies_and_writes_nothing(
     write_history(backing.store)
     moment = backing.write()
     backing.store.messages("tea")
-    monkeypatch.setattr(Backup, "_copied", None)
+    monkeypatch.setattr(Backup, "_temporary_copy", None)
     assert backing.write() == moment
     assert backing.write(2 * backup.GENERATION_SECONDS) == moment
 

@@ -126,7 +126,7 @@ def test_an_unexpected_error_does_not_end_the_lease_thread(
     class Transactions:
         calls = 0
 
-        def end_stopped(self) -> None:
+        def end_hanging_transactions(self) -> None:
             pass
 
         def writing(self, is_serializable: bool = False) -> Any:
@@ -155,7 +155,7 @@ def test_a_lease_is_renewed_even_if_hanging_transactions_cannot_be_ended(
     both = threading.Event()
 
     class Transactions:
-        def end_stopped(self) -> None:
+        def end_hanging_transactions(self) -> None:
             done.append("end")
             if len(done) > 8:
                 both.set()

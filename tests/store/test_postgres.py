@@ -548,7 +548,7 @@ def test_a_scrub_finds_a_damaged_page_even_where_an_index_could_answer(
             walk = dict(
                 zip([key for key in NUMBER_COLUMNS if key != "bodies"], SCANS[2:-1], strict=True)
             )
-            reads = store._backend._checking()  # type: ignore[attr-defined]
+            reads = store._backend._snapshots_for_checks()  # type: ignore[attr-defined]
             with pytest.raises(StoreCorrupt, match="a page"), reads.snapshot() as conn:
                 walk[table](conn, 0, [])
             reads.close()

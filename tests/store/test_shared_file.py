@@ -399,7 +399,7 @@ def test_a_writer_does_not_wait_for_a_stopped_process_ahead_of_it(
     monkeypatch.setattr(module, "is_stopped", lambda pid: True)
     lock = WriterLock(tmp_path / "db", 5.0, 0.5)
     waits: list[float] = []
-    lock.waited = waits.append
+    lock.on_wait = waits.append
     for _ in range(3):
         with lock.taken():
             time.sleep(module.SLICE_SECONDS * 2)  # so that it cannot overtake in the next round
@@ -423,10 +423,10 @@ def test_a_writer_that_was_stopped_for_a_moment_is_not_killed(
     lock = WriterLock(tmp_path / "db", 5.0, 5.0)
     for pid in (17, 0, 17, 18):
         stopped.append(pid)
-        lock._end_stopped(tmp_path / "db.write")
+        lock._kill_if_stopped(tmp_path / "db.write")
         time.sleep(0.06)
     assert killed == []
-    lock._end_stopped(tmp_path / "db.write")
+    lock._kill_if_stopped(tmp_path / "db.write")
     assert killed == [18]
 
 

@@ -145,8 +145,8 @@ class Binder:
     ) -> list[BoundTurn]:
         tenant = request.tenant
         refusal = self._daemon.refusal(tenant, "", request.options.priority, seconds_left)
-        is_looked_up = request.request_id and self._num_lookups[tenant] < BINDER_LOOKUPS_MAX
-        if refusal is not None and not is_looked_up:
+        may_look_up = request.request_id and self._num_lookups[tenant] < BINDER_LOOKUPS_MAX
+        if refusal is not None and not may_look_up:
             raise refusal
         self._num_lookups[tenant] += 1
         bound: list[BoundTurn] = []
@@ -154,7 +154,7 @@ class Binder:
             history = await self._digests(request, chain)
             for number in range(num_choices):
                 if number == 1 and bound[0].how is BindingKind.NEW:
-                    await self._prompt_computed(bound[0].live, client_gone)
+                    await self._wait_for_prompt(bound[0].live, client_gone)
                 choice = _Choice(request, number, history, self._random_bits)
                 bound.append(await self._bind(choice, refusal, seconds_left))
         except BaseException:
@@ -179,14 +179,14 @@ class Binder:
     @contextlib.contextmanager
     def reserved(self, tenant: str, conversation_id: str) -> Iterator[None]:
         """Keep other requests from appending to a conversation that was created for one turn."""
-        name = tenant, conversation_id
-        self._reserved[name] += 1
+        key = tenant, conversation_id
+        self._reserved[key] += 1
         try:
             yield
         finally:
-            self._reserved[name] -= 1
+            self._reserved[key] -= 1
 
-    async def _prompt_computed(self, live: LiveTurn, client_gone: asyncio.Event) -> None:
+    async def _wait_for_prompt(self, live: LiveTurn, client_gone: asyncio.Event) -> None:
         """Wait until the first choice has computed the prompt.
 
         Raises TurnInterrupted if the client leaves.
@@ -242,7 +242,7 @@ class Binder:
     async def _begin_retried(self, choice: _Choice, seconds_left: float | None) -> BoundTurn | None:
         """Return the running or completed turn that this request retries. None: there is no such turn.
 
-        A turn without a reply begins again on the usual way, because the retry gets the same ids (`_Choice`).
+        A turn without a reply begins again in the usual way, because the retry gets the same ids (`_Choice`).
 
         Raises InvalidArgument if the content differs.
         """
@@ -288,18 +288,20 @@ class Binder:
     ) -> BoundTurn:
         tenant, new_id = choice.request.tenant, choice.conversation_id
         conversations = self._daemon.charged_to(tenant)
-        source = match.conversation_id, new_id, match.revision
+        arguments = match.conversation_id, new_id, match.revision
         num_known = choice.history.lengths[match.digest]
         request = choice.turn_request(new_id, num_known, match.revision)
         with self.reserved(tenant, new_id):
             # If the fork exists already, an earlier attempt of this request was interrupted.
             with contextlib.suppress(*([AlreadyExists] if choice.request_id else [])):
-                await conversations.fork(*source, metadata=choice.request.metadata, tenant=tenant)
+                await conversations.fork(
+                    *arguments, metadata=choice.request.metadata, tenant=tenant
+                )
             live = await self._begin_in_new(request, match.revision, seconds_left)
         return BoundTurn(live, new_id, BindingKind.FORKED, num_known)
 
     async def _create(self, choice: _Choice, seconds_left: float | None) -> BoundTurn:
-        request = choice.opening()
+        request = choice.first_turn_request()
         try:
             live = await self._begin_in_new(request, 0, seconds_left)
         except PrefixTaken:  # the tenant has declared a prefix of this name, with other content
@@ -313,18 +315,18 @@ class Binder:
         self, request: TurnRequest, revision: int, seconds_left: float | None
     ) -> LiveTurn:
         """Begin a turn in a conversation created for it. If it does not begin, delete the conversation."""
-        name = request.tenant, request.conversation_id
+        key = request.tenant, request.conversation_id
         if not self._unused:
             self._daemon.events.ended.subscribe(self._turn_ended)
-        self._unused[name] = revision
+        self._unused[key] = revision
         try:
             live = await self._daemon.begin(request, seconds_left)
         except BaseException:
-            self._pop_unused(*name)
-            await self._discard(*name, revision)
+            self._pop_unused(*key)
+            await self._discard(*key, revision)
             raise
-        if live.replayed:  # no `ended` event will come for it
-            self._pop_unused(*name)
+        if live.replayed:  # no `ended` event will come for this turn
+            self._pop_unused(*key)
         return live
 
     def _pop_unused(self, tenant: str, conversation_id: str) -> int | None:
@@ -337,8 +339,8 @@ class Binder:
     def _turn_ended(self, live: LiveTurn, now: float) -> None:
         revision = self._pop_unused(live.tenant, live.conversation_id)
         if revision is not None and live.failure is not None:
-            discarded = self._discard(live.tenant, live.conversation_id, revision)
-            self._daemon.threads.spawn(discarded)
+            discarding = self._discard(live.tenant, live.conversation_id, revision)
+            self._daemon.threads.spawn(discarding)
 
     async def _discard(self, tenant: str, conversation_id: str, revision: int) -> None:
         with contextlib.suppress(PensieveError):
@@ -379,7 +381,7 @@ class _Choice:
             history_digest=self.history.end.digest if self.request_id else b"",
         )
 
-    def opening(self) -> TurnRequest:
+    def first_turn_request(self) -> TurnRequest:
         """Return all messages as the first turn of a new conversation."""
         messages, settings = self.request.messages, self.request.settings
         has_prompt = len(messages) > 1 and messages[0].role == "system" and messages[0].content

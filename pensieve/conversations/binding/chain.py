@@ -10,7 +10,7 @@ that clients change when they send a reply back:
     thinking                     most clients drop it
     text beside tool calls       many clients send null instead
     the order and form of JSON   clients parse and rewrite arguments: keys in any order, 1.0 for 1
-    ids of tool calls            some clients make new ids; a tool result refers to its call by position
+    ids of tool calls            some clients make new ids, so a tool result refers to its call by position
     the tool's name in a result  the call has the name, too
 
 Everything else counts. Each part is preceded by its length, so different histories have different bytes.
@@ -65,7 +65,7 @@ class ChainEnd:
             message = self.reply_reader(pieces_of(text, stream))
             if message is None:
                 return None
-            return ChainState(after(self.digest, message), self.client_session)
+            return ChainState(extended(self.digest, message), self.client_session)
         except Exception as error:  # a failing reply reader must not lose the reply
             log.error("a reply cannot be matched to later requests: %s", type(error).__name__)
             return None
@@ -98,13 +98,13 @@ def digests(
     ]
     calls: dict[str, int] = {}  # positions by id, in the latest message with calls
     for message in messages:
-        found.append(after(found[-1], message, calls))
+        found.append(extended(found[-1], message, calls))
         if message.tool_calls:
             calls = {call.id: place for place, call in enumerate(message.tool_calls) if call.id}
     return found
 
 
-def after(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
+def extended(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
     """Extend a digest by a message.
 
     `calls`: the tool calls that the message may answer, as positions by id.
@@ -120,7 +120,7 @@ def session_digest(session_key: str) -> bytes:
 def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
     """Make a prefix_id for conversations with this system prompt and these tools.
 
-    Return "" if there are neither. White space in the text also counts, because its tokens are shared.
+    Return "" if both are empty. White space in the text also counts, because its tokens are shared.
     """
     if not (system_prompt or tools):
         return ""
@@ -167,7 +167,7 @@ def _with_lengths(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(LENGTH_BYTES) + part for part in parts)
 
 
-def _digest(before: bytes, rest: bytes) -> bytes:
+def _digest(before: bytes, added: bytes) -> bytes:
     return hashlib.blake2b(
-        before + rest, digest_size=DIGEST_BYTES, person=b"pensieve-chain"
+        before + added, digest_size=DIGEST_BYTES, person=b"pensieve-chain"
     ).digest()

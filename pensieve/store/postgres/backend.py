@@ -15,7 +15,7 @@ from pensieve.store.postgres.connection import (
     PostgresLanes,
     PostgresSnapshots,
     PostgresWriter,
-    opened,
+    short_connection,
 )
 from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.postgres.session import SqlSession
@@ -29,7 +29,7 @@ from pensieve.store.verify import (
     read_tables,
     scan_bodies,
     scan_conversation,
-    verified,
+    verify_with,
 )
 
 T = TypeVar("T")
@@ -100,19 +100,19 @@ class PostgresBackend:
         return PostgresSnapshots(self._address, self._statement_seconds, f"{self._holder}, reads")
 
     def scrub(self) -> Scrub:
-        return Scrub(self._checking(), POSTGRES_SCANS)
+        return Scrub(self._snapshots_for_checks(), POSTGRES_SCANS)
 
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
-        snapshots = self._checking()
+        snapshots = self._snapshots_for_checks()
         try:
-            return verified(snapshots.snapshot, conversation_id, tenant)
+            return verify_with(snapshots.snapshot, conversation_id, tenant)
         finally:
             snapshots.close()
 
     def integrity_check(self) -> list[str]:
-        return integrity_check(self._checking())
+        return integrity_check(self._snapshots_for_checks())
 
-    def _checking(self) -> PostgresSnapshots:
+    def _snapshots_for_checks(self) -> PostgresSnapshots:
         name = f"{self._holder}, checks"
         return PostgresSnapshots(self._address, CHECK_SECONDS, name, math.inf)
 
@@ -125,8 +125,8 @@ class PostgresErasure(ErasureSteps):
     server itself keeps old row versions in its files until VACUUM has reused their space, in its write-ahead
     log, and in archives and copies (docs/postgresql.md, "What a deletion leaves").
 
-    Every change that wipes bodies notes that in the writer. A starting process looks for wiped rows that an
-    earlier process has left.
+    Every change that wipes bodies calls `note_wiped` of the writer. A starting process looks for wiped rows
+    that an earlier process has left.
     """
 
     def __init__(self, writer: PostgresLanes) -> None:
@@ -184,7 +184,7 @@ class PostgresMarks:
 
     @property
     def is_damaged(self) -> bool:
-        with self._opened() as conn:
+        with self._connection() as conn:
             return conn.execute("SELECT is_damaged FROM owner").fetchall() == [(True,)]
 
     @property
@@ -192,12 +192,12 @@ class PostgresMarks:
         return self.is_damaged
 
     def mark_damaged(self, is_damaged: bool) -> None:
-        with self._opened() as conn:
+        with self._connection() as conn:
             conn.execute("UPDATE owner SET is_damaged = ?", (is_damaged,))
 
-    def _opened(self) -> AbstractContextManager[SqlSession]:
+    def _connection(self) -> AbstractContextManager[SqlSession]:
         """Open a short-lived connection, because the writer belongs to another thread."""
-        return opened(self._address, self._name, self._seconds)
+        return short_connection(self._address, self._name, self._seconds)
 
 
 def _num_steps(conn: Any) -> int:
@@ -205,7 +205,7 @@ def _num_steps(conn: Any) -> int:
     return highest["conversations"] + sum(highest.values()) // ROWS + 2 * len(SCANS)
 
 
-def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
+def _scan_rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
     """Read whole rows. `count(r.*)` needs every column; the key alone could be read from an index."""
     key = NUMBER_COLUMNS[table]
     last: int | None = conn.execute(
@@ -219,7 +219,7 @@ def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
 SCANS: tuple[TableScan, ...] = (
     scan_conversation,
     scan_bodies,
-    *(partial(_rows, table) for table in NUMBER_COLUMNS if table != "bodies"),
+    *(partial(_scan_rows, table) for table in NUMBER_COLUMNS if table != "bodies"),
     partial(read_tables, SMALL_TABLES),
 )
 POSTGRES_SCANS = ScrubScans(SCANS, _num_steps)

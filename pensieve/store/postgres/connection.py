@@ -16,9 +16,9 @@ After that, no transaction of the session can be committed.
 process reopens a connection and finds another token, it stops writing, because its knowledge of running turns
 is outdated.
 
-**Slots.** Each connection also holds the lock of a slot: a small number that no other connection has. Every
-transaction updates some counters. Each slot has its own rows for these counters, so connections do not wait
-for each other.
+**Slots.** Each connection also holds the lock of a slot. A slot is a small number that no other connection
+has. Every transaction updates some counters. Each slot has its own rows for these counters, so connections do
+not wait for each other.
 
 **Round trips.** A transaction goes through a pipeline (session.py), which does not wait for pure writes. So a
 transaction costs one round trip for each query and one for the commit.
@@ -73,7 +73,8 @@ from pensieve.store.postgres.wire import Wire
 VERSION_MIN = 14_00_00
 log = logging.getLogger("pensieve")
 LOCK_KEY = 0x50656E7300000001  # "Pens"
-# First key of a slot's lock. The second key is the slot's number. Locks with one key are separate.
+# First key of a slot's lock. The second key is the slot's number. The database lock has only one key, and
+# such locks are separate.
 SLOTS_KEY = LOCK_KEY >> 32
 SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
@@ -294,7 +295,7 @@ class PostgresLanes:
         if getattr(self._thread_state, "is_busy", False):
             raise RuntimeError("the history is being used by this thread already")
         with self._freed:
-            if not self._freed.wait_for(self._has_writer, self._seconds[0]):
+            if not self._freed.wait_for(self._provide_writer, self._seconds[0]):
                 raise RuntimeError("the history is being used by another thread")
             writer = self._idle.pop()
         self._thread_state.is_busy = True
@@ -309,8 +310,8 @@ class PostgresLanes:
             self._idle.append(writer)
             self._freed.notify_all()
 
-    def _has_writer(self) -> bool:
-        """Create a connection if none is idle and the limit allows it. Return whether one is idle."""
+    def _provide_writer(self) -> bool:
+        """Create a connection if none is idle and the limit allows that. Return whether one is idle now."""
         if not self._idle and len(self.writers) < self.num_lanes:
             made = PostgresWriter(
                 self.address, self._claim, *self._seconds, self.figures, self.note_wiped
@@ -367,13 +368,13 @@ class PostgresWriter:
             yield session
             self._warning = ""
             began = time.perf_counter()
-            ended = session.commit()
-            if ended != "COMMIT":  # ROLLBACK: a caller has ignored the error of a statement
+            command = session.commit()
+            if command != "COMMIT":  # ROLLBACK: a caller has ignored the error of a statement
                 raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
             if self._warning:  # the standby may not have the commit
                 self.close()
                 raise StoreUnavailable(f"{self.address.shown}: {self._warning}")
-            self.figures.committed(time.perf_counter() - began)
+            self.figures.record_commit(time.perf_counter() - began)
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
@@ -402,15 +403,15 @@ class PostgresWriter:
             with self._operation():
                 pass
 
-    def end_stopped(self) -> None:
+    def end_hanging_transactions(self) -> None:
         """End hanging transactions of other daemons that share the database."""
         with self.reading() as session:
-            self._end_stopped(session)
+            self._end_hanging_transactions(session)
 
-    def _end_stopped(self, conn: Any) -> None:
+    def _end_hanging_transactions(self, conn: Any) -> None:
         ours = ", ".join(f"({pid}, '{start}')" for pid, start in list(self._claim.backends))
-        stopped = END_HANGING_SESSIONS.format(seconds=self._claim.patience_seconds, ours=ours)
-        for (name,) in conn.execute(stopped).fetchall():
+        query = END_HANGING_SESSIONS.format(seconds=self._claim.patience_seconds, ours=ours)
+        for (name,) in conn.execute(query).fetchall():
             log.warning("the history: ended a hanging transaction of %s", name)
 
     def _pensieve_error(self, error: Any) -> Exception:
@@ -443,7 +444,8 @@ class PostgresWriter:
         try:
             backend = conn.execute(OWN_BACKEND).fetchone()
             assert backend is not None
-            # Add the session first. Otherwise this process could mistake it for a hanging session of others.
+            # Add the session first. Otherwise this process could mistake it for a hanging session of another
+            # daemon.
             self._claim.backends.add(backend)
             self._check(conn)
             self._take_slot(conn)
@@ -509,16 +511,17 @@ class PostgresWriter:
         slot is free. Otherwise take any free slot.
         """
         end = time.monotonic() + self._busy_timeout_seconds
-        has_ended_ours = False
+        has_terminated_session = False
         while self._slot is not None and self._backend is not None:
-            ours = "SELECT pg_try_advisory_lock(%s, %s)"
-            if conn.execute(ours, [SLOTS_KEY, self._slot]).fetchone()[0]:
+            try_lock = "SELECT pg_try_advisory_lock(%s, %s)"
+            if conn.execute(try_lock, [SLOTS_KEY, self._slot]).fetchone()[0]:
                 return
             if not conn.execute(f"SELECT 1 {SAME_BACKEND}", self._backend).fetchall():
                 break  # our old session has ended, and another connection took its slot
-            if not has_ended_ours:  # the server has not yet noticed that the old connection is lost
+            # The server has not yet noticed that the old connection is lost.
+            if not has_terminated_session:
                 conn.execute(f"SELECT pg_terminate_backend(pid) {SAME_BACKEND}", self._backend)
-                has_ended_ours = True
+                has_terminated_session = True
             if time.monotonic() > end:
                 raise StoreUnavailable(
                     f"the history {self.address.shown}: an earlier session of this process has not ended"
@@ -533,7 +536,8 @@ class PostgresWriter:
             self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
         else:
             try:
-                self._end_stopped(conn)  # hanging transactions may hold locks that we need now
+                # Hanging transactions may hold locks that we need now.
+                self._end_hanging_transactions(conn)
             except self.address.driver.Error as error:
                 log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
             has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
@@ -562,7 +566,7 @@ class PostgresWriter:
         self,
         conn: Any,
         function: str,
-        why: str = "is ",
+        reason: str = "is ",
         is_needed: Callable[[Any], bool] = lambda conn: True,
     ) -> bool:
         """Take the lock if `is_needed`. Return whether the lock was taken.
@@ -574,8 +578,8 @@ class PostgresWriter:
             if conn.execute(f"SELECT {function}(%s)", [LOCK_KEY]).fetchone()[0]:
                 return True
             if time.monotonic() > end:
-                names = f"the history {self.address.shown} {why}in use by {_holders(conn)}"
-                raise StoreUnavailable(names) if self._claim.is_made else StoreLocked(names)
+                message = f"the history {self.address.shown} {reason}in use by {_holders(conn)}"
+                raise StoreUnavailable(message) if self._claim.is_made else StoreLocked(message)
             time.sleep(LOCK_PAUSE_SECONDS)
         return False
 
@@ -621,7 +625,7 @@ class PostgresSnapshots:
 
 
 @contextlib.contextmanager
-def opened(address: Address, name: str, statement_seconds: float) -> Iterator[SqlSession]:
+def short_connection(address: Address, name: str, statement_seconds: float) -> Iterator[SqlSession]:
     """Open a short-lived connection, in autocommit mode. Any thread may open one."""
     try:
         conn = address.connect(name, statement_seconds, 5.0)
@@ -663,7 +667,7 @@ def is_lost(conn: Any) -> bool:
 
 
 def _holders(conn: Any) -> str:
-    """Return who has the lock of the database now."""
+    """Return the names of the processes that have the lock of the database now."""
     with contextlib.suppress(Exception):
         found = conn.execute(HOLDERS, [LOCK_KEY >> 32, LOCK_KEY & 0xFFFFFFFF]).fetchall()
         return ", ".join(name for (name,) in found) or "another process"

@@ -4,9 +4,9 @@ The same SQL runs on both databases; only the placeholders are translated. So th
 rules: RETURNING instead of `lastrowid` and `rowcount`; no `max` or `min` of two values; qualified columns in
 upserts; numbers are compared only with numbers, and booleans with booleans.
 
-Within a transaction, a statement is waited for only when its result is read (wire.py). The end of a savepoint
-is also waited for, so that errors of earlier statements are raised there. Outside of a transaction, each
-statement is waited for.
+Within a transaction, the session sends a statement without waiting. It waits when a result is read (wire.py),
+and at the end of a savepoint, so that errors of earlier statements are raised there. Outside of a
+transaction, it waits for each statement.
 
 Numbers of new rows are reserved (`insert_numbered` of backend.py). One query to the sequence reserves a
 hundred numbers. They are dropped when the connection is lost: if the server crashed before a commit, it may
@@ -83,9 +83,9 @@ class SqlSession(ServerSession):
             self._wire.sync()
         return result
 
-    def begin(self, how: str = "") -> None:
+    def begin(self, mode: str = "") -> None:
         self._is_transaction = True
-        self.execute(f"BEGIN {how}")
+        self.execute(f"BEGIN {mode}")
 
     def commit(self) -> str:
         """Commit, and return the server's answer: COMMIT or ROLLBACK."""

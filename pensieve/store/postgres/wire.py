@@ -7,7 +7,7 @@ them.)
 
     order      Statements run in the order of the calls.
     errors     After a failed statement, the server skips all statements up to the next `sync`. The next call
-               that waits for the server raises the error. At the latest, this is that `sync`.
+               that waits for the server raises the error, at the latest this `sync`.
     sync       Waits for everything that was sent. Outside of a transaction, `sync` also commits the
                statements.
 
@@ -16,8 +16,8 @@ time and are not prepared. For one thread at a time. How values are encoded:
 
     to the server     All ints are sent as bigint, so that a statement is prepared only once. Bytes are sent
                       unchanged, everything else as text.
-    from the server   The binary format, decoded by RECEIVED. A sum of bigints is a `numeric` and becomes an
-                      int. Types that are not in RECEIVED stay bytes.
+    from the server   The binary format, decoded by DECODERS. A sum of bigints is a `numeric` and becomes an
+                      int. Types that are not in DECODERS stay bytes.
     texts             PostgreSQL rejects NUL. So NUL and ESCAPE are each stored as two characters, the first
                       of which is ESCAPE. Every text survives, and equal texts stay equal.
 """
@@ -115,7 +115,7 @@ class Wire:
     def send(self, sql: str, values: Sequence[Any] = ()) -> PendingResult:
         """Send a statement with the values of $1, $2 and so on."""
         self._is_synced = False
-        sent, types, formats = encoded_values(values)
+        encoded, types, formats = encoded_values(values)
         key = (sql, types)
         name = self._prepared.get(key)
         if name is None and key in self._known and len(self._prepared) < STATEMENTS_MAX:
@@ -124,12 +124,12 @@ class Wire:
             self._pgconn.send_prepare(name, sql.encode(), types)
             self._sent.append(PendingResult(self, forget=lambda: self._prepared.pop(key)))
         if name is not None:
-            self._pgconn.send_query_prepared(name, sent, formats, AS_BYTES)
+            self._pgconn.send_query_prepared(name, encoded, formats, AS_BYTES)
         else:
             if len(self._known) >= 4 * STATEMENTS_MAX:
                 self._known.clear()
             self._known.add(key)
-            self._pgconn.send_query_params(sql.encode(), sent, types, formats, AS_BYTES)
+            self._pgconn.send_query_params(sql.encode(), encoded, types, formats, AS_BYTES)
         result = PendingResult(self)
         self._sent.append(result)
         return result
@@ -217,13 +217,13 @@ class Wire:
 
 def encoded_values(values: Sequence[Any]) -> tuple[list[bytes | None], tuple[int, ...], list[int]]:
     """Return the encoded values of a statement, their types and formats."""
-    written, types, formats = [], [], []
+    encoded, types, formats = [], [], []
     for value in values:
         data, kind = _encoded(value)
-        written.append(data)
+        encoded.append(data)
         types.append(kind)
         formats.append(AS_BYTES if kind == BYTEA else AS_TEXT)
-    return written, tuple(types), formats
+    return encoded, tuple(types), formats
 
 
 def _encoded(value: Any) -> tuple[bytes | None, int]:
@@ -241,15 +241,15 @@ def _encoded(value: Any) -> tuple[bytes | None, int]:
 
 
 def row_of(result: Any, number: int) -> tuple[Any, ...]:
-    return tuple(_received(result, number, column) for column in range(result.nfields))
+    return tuple(_decoded_value(result, number, column) for column in range(result.nfields))
 
 
-def _received(result: Any, row: int, column: int) -> Any:
+def _decoded_value(result: Any, row: int, column: int) -> Any:
     data = result.get_value(row, column)
     if data is None:
         return None
-    read = RECEIVED.get(result.ftype(column))
-    return data if read is None else read(data)
+    decode = DECODERS.get(result.ftype(column))
+    return data if decode is None else decode(data)
 
 
 def _integer(data: bytes) -> int:
@@ -273,7 +273,7 @@ def _text(data: bytes) -> str:
     return unescaped(data.decode())
 
 
-RECEIVED: dict[int, Callable[[bytes], Any]] = {
+DECODERS: dict[int, Callable[[bytes], Any]] = {
     BOOL: lambda data: data != b"\0",
     INT2: _integer,
     INT4: _integer,
