@@ -261,7 +261,7 @@ def _over_time(batch: int, runs: dict[str, list[list[Moment]]]) -> Iterator[Row]
     yield row(8, "largest KV", about(1.0), _kv_max).because(
         "both have as many slots, and padding keeps a slot as wide as the widest"
     )
-    yield row(8, "mean share of the largest KV", more(), _filled).because(
+    yield row(8, "mean share of the largest KV", more(), _mean_kv_share).because(
         "Benchmark frees all KV after each batch: a sawtooth"
     )
 
@@ -288,7 +288,7 @@ def _variation(moments: Sequence[Moment]) -> float:
     return statistics.pstdev(rates) / statistics.mean(rates)
 
 
-def _filled(moments: Sequence[Moment]) -> float:
+def _mean_kv_share(moments: Sequence[Moment]) -> float:
     body = _busy_moments(moments)
     weighted = sum(b.kv_tokens * (b.at - a.at) for a, b in pairwise(body))
     return weighted / (body[-1].at * _kv_max(moments))
