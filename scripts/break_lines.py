@@ -125,7 +125,7 @@ class Result:
     why: str
 
 
-# -- which lines --
+# -- choosing lines --
 
 
 def changed_lines(root: Path, base: str) -> dict[str, set[int]]:
@@ -158,9 +158,9 @@ def drawn(breaks: dict[str, dict[int, list[Break]]], count: int, seed: int) -> l
     lines = [(path, line) for path in sorted(breaks) for line in sorted(breaks[path])]
     chosen = []
     for path, line in sorted(choose.sample(lines, min(count, len(lines)))):
-        of_line = breaks[path][line]
-        tried = choose.sample(of_line, len(of_line))
-        chosen += [each for each in tried if each.is_code()][:1]
+        line_breaks = breaks[path][line]
+        shuffled = choose.sample(line_breaks, len(line_breaks))
+        chosen += [each for each in shuffled if each.is_code()][:1]
     return chosen
 
 
@@ -291,7 +291,7 @@ def _is_setting(node: ast.Assign | ast.AnnAssign) -> bool:
     return isinstance(target, ast.Name) and target.id.isupper()
 
 
-# -- what the tests say --
+# -- running the tests --
 
 
 @dataclass
@@ -308,7 +308,7 @@ class Trial:
             for _ in range(min(jobs, len(breaks))):
                 copies.put(stack.enter_context(copy_of_the_tree(self.root)))
 
-            def try_one(broken: Break) -> Result:
+            def try_break(broken: Break) -> Result:
                 copy = copies.get()
                 try:
                     return self.result(broken, copy)
@@ -316,7 +316,7 @@ class Trial:
                     copies.put(copy)
 
             with ThreadPoolExecutor(max(jobs, 1)) as pool:
-                yield from pool.map(try_one, breaks)
+                yield from pool.map(try_break, breaks)
 
     def result(self, broken: Break, copy: Copy) -> Result:
         tests = [each.removeprefix("tests/") for each in self.tests_for(broken.path)]
@@ -340,7 +340,7 @@ class Trial:
 
 
 class TestRun(NamedTuple):
-    # As `conversations/test_a.py::test_one`, or a file that could not be imported.
+    # Tests such as `conversations/test_a.py::test_one`, or a file that could not be imported.
     failed: list[str]
     in_time: bool = True  # False: stopped before the last test
 
@@ -360,12 +360,14 @@ class Copy:
             *(f"--timeout={TEST_SECONDS}", f"--junitxml={report}", *options),
             *(f"tests/{each}" for each in tests),
         ]
-        output, in_time = self._ran(command, report, limit_seconds)
+        output, in_time = self._run_command(command, report, limit_seconds)
         if report.exists():
             cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-            failed = [_test(each) for each in cases if {"failure", "error"} & {e.tag for e in each}]
-            there = [each for each in failed if self._has(each)]
-            return TestRun(there or ([] if cases and not failed else list(tests[:1])))
+            failed = [
+                _test_of(each) for each in cases if {"failure", "error"} & {e.tag for e in each}
+            ]
+            existing = [each for each in failed if self._has(each)]
+            return TestRun(existing or ([] if cases and not failed else list(tests[:1])))
         # pytest-timeout ends the process before it can write a report.
         timed_out = "Timeout" in "".join(output.splitlines()[-40:])
         return TestRun(list(tests[:1]), in_time or timed_out)
@@ -390,7 +392,9 @@ class Copy:
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def _ran(self, command: list[str], report: Path, limit_seconds: float) -> tuple[str, bool]:
+    def _run_command(
+        self, command: list[str], report: Path, limit_seconds: float
+    ) -> tuple[str, bool]:
         """Run a command; return its output, and whether it ended in time.
 
         Kills the command and its child processes after `limit_seconds`, or EXIT_SECONDS after the report
@@ -438,7 +442,7 @@ def copy_of_the_tree(tree: Path) -> Iterator[Copy]:
         yield copy
 
 
-def _test(case: ElementTree.Element) -> str:
+def _test_of(case: ElementTree.Element) -> str:
     """Return the test that a case belongs to. A parametrised test fails if one of its cases fails."""
     module, name = case.get("classname", ""), case.get("name", "")
     file = (module or name).removeprefix("tests.").replace(".", "/") + ".py"
@@ -462,7 +466,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         for path, lines in changed_lines(root, given.base).items()
     }
     chosen = drawn(breaks, given.lines, given.seed)
-    num_lines = sum(len(of_file) for of_file in breaks.values())
+    num_lines = sum(len(file_breaks) for file_breaks in breaks.values())
     print(f"{len(chosen)} of {num_lines} changed lines that can be broken, seed {given.seed}")
     if given.list:
         for each in chosen:

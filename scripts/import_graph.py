@@ -77,7 +77,7 @@ class ImportGraph:
 
     @classmethod
     def read(cls, root: Path) -> ImportGraph:
-        """Read every file that git tracks, or would if it were added."""
+        """Read every file that git tracks or that is new and not ignored."""
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         names = Names(tuple(sorted(set(listed.stdout.split("\0")) - {""})))
@@ -104,10 +104,10 @@ class ImportGraph:
         distances = dict.fromkeys(changed, 0)
         reached = changed
         for distance in range(1, len(self.files)):
-            behind = {each for path in reached for each in self.importers.get(path, ())}
+            importers = {each for path in reached for each in self.importers.get(path, ())}
             if distance == 1:
-                behind |= {test for path in changed for test in self._readers_of_folder(path)}
-            reached = sorted(behind - distances.keys())
+                importers |= {test for path in changed for test in self._readers_of_folder(path)}
+            reached = sorted(importers - distances.keys())
             distances |= dict.fromkeys(reached, distance)
         return distances
 
@@ -192,8 +192,8 @@ def changed_paths(base: str | None, root: Path = ROOT) -> list[str]:
     The default commit is where the branch left main; on main, the last commit.
     """
     if base is None:
-        left = _git(root, "merge-base", MAIN, "HEAD", check=False)
-        base = left[0] if left else "HEAD"
+        branch_point = _git(root, "merge-base", MAIN, "HEAD", check=False)
+        base = branch_point[0] if branch_point else "HEAD"
     new = _git(root, "ls-files", "--others", "--exclude-standard")
     return [*_git(root, "diff", "--name-only", "--no-renames", base, "--"), *new]
 

@@ -125,16 +125,16 @@ def record(url: str, chromium: str, out: Path) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = opened(browser, url, WIDE)
+        page = open_page(browser, url, WIDE)
         page.locator(".strip").nth(3).wait_for()
-        frames = recorded_frames(page, out)
+        frames = record_frames(page, out)
         write_gif(frames, out / "page.gif")
         open_named(page, "Fork of Ada and Ines")
         page.emulate_media(color_scheme="dark")
         page.locator("#memory").evaluate("each => { each.scrollTop = 0; }")
         page.wait_for_timeout(800)
         page.screenshot(path=out / "page-dark.png")
-        phone = opened(browser, url, PHONE)
+        phone = open_page(browser, url, PHONE)
         phone.click("#sidebar-open")
         phone.locator("#list .open").first.click()
         phone.locator("article.reply").first.wait_for()
@@ -147,11 +147,11 @@ def record(url: str, chromium: str, out: Path) -> None:
         phone.locator(".strip").first.wait_for()
         phone.wait_for_timeout(1500)
         shots.append(phone.screenshot())
-        beside(shots, out / "page-phone.png")
+        write_side_by_side(shots, out / "page-phone.png")
         browser.close()
 
 
-def opened(browser: Any, url: str, viewport: Any) -> Any:
+def open_page(browser: Any, url: str, viewport: Any) -> Any:
     """Open the page with the temperature 0, so that each recording has the same replies."""
     page = browser.new_page(viewport=viewport, color_scheme="light")
     page.add_init_script("localStorage.setItem('settings', '{\"temperature\": 0}')")
@@ -160,7 +160,7 @@ def opened(browser: Any, url: str, viewport: Any) -> Any:
     return page
 
 
-def recorded_frames(page: Any, out: Path) -> list[tuple[float, bytes]]:
+def record_frames(page: Any, out: Path) -> list[tuple[float, bytes]]:
     """Play the scene and return its frames, each with its time."""
     frames: list[tuple[float, bytes]] = []
     camera = page.context.new_cdp_session(page)
@@ -223,28 +223,30 @@ def write_gif(frames: Sequence[tuple[float, bytes]], path: Path) -> None:
         picture = Image.open(io.BytesIO(data)).convert("RGB")
         size = (GIF_WIDTH, round(picture.height * GIF_WIDTH / picture.width))
         kept.append((at, picture.resize(size, Image.Resampling.LANCZOS)))
-    every = kept[:: max(1, len(kept) // 8)]
-    height = every[0][1].height
-    sheet = Image.new("RGB", (GIF_WIDTH, (len(every) + 1) * height))
-    for number, (_, picture) in enumerate(every):
+    samples = kept[:: max(1, len(kept) // 8)]
+    height = samples[0][1].height
+    sheet = Image.new("RGB", (GIF_WIDTH, (len(samples) + 1) * height))
+    for number, (_, picture) in enumerate(samples):
         sheet.paste(picture, (0, number * height))
     for number, colour in enumerate(PALETTE):
         wide = GIF_WIDTH // len(PALETTE)
-        sheet.paste(colour, (number * wide, len(every) * height, (number + 1) * wide, sheet.height))
+        sheet.paste(
+            colour, (number * wide, len(samples) * height, (number + 1) * wide, sheet.height)
+        )
     palette = sheet.quantize(GIF_COLOURS)
     pictures = [each.quantize(palette=palette, dither=Image.Dither.NONE) for _, each in kept[:-1]]
-    lasting = [
+    durations = [
         max(round((after - at) * 100) * 10, 20) for (at, _), (after, _) in itertools.pairwise(kept)
     ]
     pictures[0].save(
-        path, save_all=True, append_images=pictures[1:], duration=lasting, loop=0, optimize=False
+        path, save_all=True, append_images=pictures[1:], duration=durations, loop=0, optimize=False
     )
     print(
-        f"{path}: {len(pictures)} frames, {sum(lasting) / 1000:.1f} s, {path.stat().st_size:,} bytes"
+        f"{path}: {len(pictures)} frames, {sum(durations) / 1000:.1f} s, {path.stat().st_size:,} bytes"
     )
 
 
-def beside(shots: Sequence[bytes], path: Path) -> None:
+def write_side_by_side(shots: Sequence[bytes], path: Path) -> None:
     """Write screenshots side by side."""
     from PIL import Image
 

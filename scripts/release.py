@@ -33,8 +33,8 @@ DEPLOY = ROOT / "docs" / "deploy"
 GLIBC = "2.28"
 MACHINES = ("x86_64", "aarch64")
 LIBRARY = "libpensieve_cpu.so"
-INSTALLED = f"pensieve/kernels/{LIBRARY}"
-LOADS = """
+LIBRARY_IN_WHEEL = f"pensieve/kernels/{LIBRARY}"
+LOAD_PROGRAM = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if getattr(each, "__name__", "") in
                     {"BuiltinImporter", "FrozenImporter", "PathFinder"}]
@@ -103,20 +103,20 @@ def build(folder: Path) -> list[Path]:
         earlier.unlink()
     run("build", "--sdist", "--outdir", str(folder), str(ROOT))
     with tempfile.TemporaryDirectory() as scratch:
-        pure = ("-C", "wheel.cmake=false", "--no-deps", "--wheel-dir", scratch, str(ROOT))
-        run("pip", "wheel", "--quiet", "--disable-pip-version-check", *pure)
-        (without,) = Path(scratch).glob("*.whl")
+        options = ("-C", "wheel.cmake=false", "--no-deps", "--wheel-dir", scratch, str(ROOT))
+        run("pip", "wheel", "--quiet", "--disable-pip-version-check", *options)
+        (pure_wheel,) = Path(scratch).glob("*.whl")
         for machine in MACHINES:
             print(f"compiling the CPU kernels for {machine}", flush=True)
-            library = compiled(machine, Path(scratch) / machine)
-            with_kernels(without, library.read_bytes(), machine, folder)
-        shutil.copy(without, folder)
+            library = compile_kernels(machine, Path(scratch) / machine)
+            with_kernels(pure_wheel, library.read_bytes(), machine, folder)
+        shutil.copy(pure_wheel, folder)
     client = [sys.executable, str(ROOT / "scripts" / "build_client"), str(folder)]
     subprocess.run(client, check=True, stdout=subprocess.DEVNULL)
     return sorted(folder.glob("pensieve_*"))
 
 
-def compiled(machine: str, folder: Path) -> Path:
+def compile_kernels(machine: str, folder: Path) -> Path:
     """Compile csrc/cpu for Linux on a machine such as aarch64; returns the library."""
     folder.mkdir()
     compiler = folder / "c++"
@@ -155,7 +155,7 @@ def with_kernels(pure: Path, library: bytes, machine: str, folder: Path) -> Path
     made_here = {f"{name}.dist-info/WHEEL", f"{name}.dist-info/RECORD"}
     with zipfile.ZipFile(pure) as archive:
         files = {each: archive.read(each) for each in archive.namelist() if each not in made_here}
-    files[INSTALLED] = library
+    files[LIBRARY_IN_WHEEL] = library
     tag = f"py3-none-manylinux_{GLIBC.replace('.', '_')}_{machine}"
     return wheel_file.write(folder, name, tag, files, pure=False, by="scripts/release")
 
@@ -174,7 +174,7 @@ def check(made: Sequence[Path]) -> None:
     hadolint = shutil.which("hadolint")
     assert hadolint is not None, "the extra `release` has it"
     if subprocess.run([hadolint, str(DEPLOY / "Containerfile")], check=False).returncode:
-        raise ReleaseError("hadolint finds fault with docs/deploy/Containerfile")
+        raise ReleaseError("hadolint found errors in docs/deploy/Containerfile")
     run("kubernetes_validate", "--strict", str(DEPLOY / "kubernetes.yaml"))
 
 
@@ -182,7 +182,7 @@ def check_loads(wheel: Path) -> None:
     """Install a wheel into an empty folder and load its kernels."""
     with tempfile.TemporaryDirectory() as place:
         run("pip", "install", "--quiet", "--no-deps", "--target", place, str(wheel))
-        loads = [sys.executable, "-c", LOADS, place]
+        loads = [sys.executable, "-c", LOAD_PROGRAM, place]
         done = subprocess.run(loads, capture_output=True, text=True, check=False, cwd=place)
         if done.returncode:
             raise ReleaseError(f"the kernels of {wheel.name} do not load:\n{done.stderr[-2000:]}")

@@ -69,7 +69,7 @@ def learning_rate(progress: float, step: int, resumed: bool) -> float:
 def train(
     model: LlamaForCausalLM, writer: ContextWriter, arguments: argparse.Namespace
 ) -> LlamaForCausalLM:
-    """Run the curriculum; write the model to `--out` now and then, and at the end."""
+    """Run the curriculum; write the model to `--out` every 500 steps."""
     random = Random(arguments.seed)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]

@@ -44,10 +44,10 @@ class ContextWriter:
         self.newline = self._ids("\n")
 
     def system(self, text: str) -> Segment:
-        return self._silent("system", text)
+        return self._unweighted("system", text)
 
     def exchange(self, exchange: Exchange) -> list[Segment]:
-        return [self._silent("user", exchange.user), self._reply(exchange)]
+        return [self._unweighted("user", exchange.user), self._reply(exchange)]
 
     def prompt(self, exchanges: list[Exchange], system: str | None) -> list[int]:
         """Return everything before the last reply, including the generation prompt."""
@@ -104,7 +104,7 @@ class ContextWriter:
     def _drill(
         self, random: Random, length: int, jumps: bool
     ) -> tuple[list[int], list[int], list[float]]:
-        """Write random runs of tokens that repeat later; they only teach to look back."""
+        """Write random runs of tokens, some of them repeated later. They teach the model to look back."""
         runs: list[list[int]] = []
         alphabet = random.sample(range(IM_END_ID + 1, VOCABULARY), 60)
         ids: list[int] = []
@@ -120,7 +120,7 @@ class ContextWriter:
             ids += run
         return ids[:length], list(range(length)), weights[:length]
 
-    def _silent(self, role: str, text: str) -> Segment:
+    def _unweighted(self, role: str, text: str) -> Segment:
         ids = [IM_START_ID, *self._ids(f"{role}\n{text}"), IM_END_ID, *self.newline]
         return Segment(ids, [0.0] * len(ids), opens_turn=True)
 

@@ -2,9 +2,9 @@
 
 By itself, a model this small needs hours to discover how to look back. So it starts with the circuit in place
 (`hand_start`). Three heads of the first layer look one, two and three positions back. The first two of them
-copy the codes of the tokens there. Two heads of the second layer look for the position where the last two
-tokens stood before, and copy the token after them. Before any training, the model repeats 60 to 70 % of a
-random sequence that it has seen.
+copy the codes of the tokens at these positions. Two heads of the second layer look for the position where the
+last two tokens stood before, and copy the token after them. Before any training, the model repeats 60 to 70 %
+of a random sequence that it has seen.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def hand_start(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
 
     The residual stream is laid out as [code | code one back | code two back | free | constant]. Some heads
     look `distance` positions back. The query of such a head is the constant, rotated by `distance` positions:
-    its rotary score is a sum of cosines that peaks there. The comparing heads use the pairs that hardly
-    rotate: query (code, code one back) against key (code one back, code two back).
+    its rotary score is a sum of cosines with its peak at this distance. The comparing heads use the pairs
+    that hardly rotate: query (code, code one back) against key (code one back, code two back).
     """
     generator = torch.Generator().manual_seed(seed)
     embedding = model.model.embed_tokens.weight

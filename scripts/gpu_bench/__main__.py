@@ -127,13 +127,13 @@ class Run:
                 continue
             self.print_line(f"\n== {stage.number}: {stage.title} (about {stage.minutes} minutes)")
             examined = True
-            means = self._decide(stage.number, stage.steps)
-            while means.choices and means.choices not in self._choices:
-                self._choices.append(means.choices)
-                again = [step for step in stage.steps if step.section == "kernels"]
-                means = self._decide(stage.number, again)
-            # Choices here: a kernel is still wrong although it was already switched off.
-            if means.stop or means.choices:
+            consequences = self._decide(stage.number, stage.steps)
+            while consequences.choices and consequences.choices not in self._choices:
+                self._choices.append(consequences.choices)
+                kernel_steps = [step for step in stage.steps if step.section == "kernels"]
+                consequences = self._decide(stage.number, kernel_steps)
+            # If there are choices here, a kernel is still wrong although it was already switched off.
+            if consequences.stop or consequences.choices:
                 return
         if not examined:
             self.failed.append("all")
@@ -161,13 +161,13 @@ class Run:
         given = os.environ.get(choices.VARIABLE, "")
         chosen = ",".join(filter(None, [given, step.choices, *self._choices]))
         began, before = time.monotonic(), len(figures_of(self._folder))
-        reads, writes = self._context.Pipe(duplex=False)
+        reader, writer = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=run_section,
-            args=(step.section, self._folder, self._device, limit, step.small, chosen, writes),
+            args=(step.section, self._folder, self._device, limit, step.small, chosen, writer),
         )
         process.start()
-        writes.close()
+        writer.close()
         late = threading.Event()
 
         def end() -> None:
@@ -177,7 +177,7 @@ class Run:
         timer = threading.Timer(limit, end)
         timer.start()
         try:
-            with os.fdopen(os.dup(reads.fileno()), encoding="utf-8", errors="replace") as lines:
+            with os.fdopen(os.dup(reader.fileno()), encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     self.print_line(line.rstrip("\n"))
             process.join()
@@ -186,7 +186,7 @@ class Run:
             if process.is_alive():  # this run was interrupted
                 end_process(process.pid)
                 process.join(LEAST_SECONDS)
-            reads.close()
+            reader.close()
         if late.is_set():
             self._note(step, f"FAILED: ended after {limit:.0f} s")
         elif process.exitcode and not any(

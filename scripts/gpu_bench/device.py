@@ -82,7 +82,7 @@ def section_device(bench: Bench) -> None:
         bench.report("device", f"one large pinned copy: {rates}", **bench.bus)
 
 
-def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
+def scattered_pages(bench: Bench) -> tuple[KVMemory, PageMoves]:
     """Return memory of an 8 B model's shape, and unprepared moves of a history's scattered pages."""
     pages = -(-(320 if bench.small else 4000) // PAGE)
     shape = ModelShape(4 if bench.small else 32, 32, 8, 128, 1, 1, bench.dtype, 0, 0)
@@ -97,7 +97,7 @@ def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
     return memory, PageMoves(sources, targets, torch.full((pages,), PAGE))
 
 
-def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> float:
+def time_moves(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> float:
     """Move these pages layer by layer; return the seconds. Raises PensieveError if the contents are wrong."""
     move = memory.swap_in if direction == "swap_in" else memory.swap_out
     arenas = (memory.host_arena, memory.device_arena)
@@ -116,7 +116,7 @@ def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> 
 
 
 @contextmanager
-def _stream_of_its_own(device: torch.device) -> Iterator[None]:
+def _separate_stream(device: torch.device) -> Iterator[None]:
     """Make a new stream the current one, as the copier does. The default stream takes no batched copies."""
     if device.type != "cuda":
         yield
@@ -130,21 +130,23 @@ def _stream_of_its_own(device: torch.device) -> Iterator[None]:
 
 def section_swap(bench: Bench) -> None:
     for direction in ("swap_in", "swap_out"):
-        memory, moves = scattered(bench)
+        memory, moves = scattered_pages(bench)
         pages = len(moves.source_pages)
-        run = torch.arange(pages)
+        consecutive = torch.arange(pages)
         ways = {
             "scattered": memory.prepared_for_swap(moves),
-            "neighbours": memory.prepared_for_swap(PageMoves(run, run + pages, moves.num_slots)),
+            "neighbours": memory.prepared_for_swap(
+                PageMoves(consecutive, consecutive + pages, moves.num_slots)
+            ),
         }
         if ways["scattered"].pieces is not None:
             ways["scattered, by the kernel"] = memory.prepared(moves)
         for name, ready in ways.items():
             with (
                 bench.reporting_failure("swap", f"{direction}, {name}"),
-                _stream_of_its_own(bench.device),
+                _separate_stream(bench.device),
             ):
-                rate = pages * memory.page_bytes / copied(bench, direction, memory, ready)
+                rate = pages * memory.page_bytes / time_moves(bench, direction, memory, ready)
                 bus = bench.bus[direction] if bench.bus else None
                 share, words = share_of(rate, bus, "one large copy")
                 line = f"{direction}, {pages} pages, {name}: {rate / 1e9:.1f} GB/s, {words}"
@@ -179,7 +181,7 @@ def section_versions(bench: Bench) -> None:
 
 
 def section_sanitizer(bench: Bench) -> None:
-    tool = shutil.which("compute-sanitizer") or _packaged()
+    tool = shutil.which("compute-sanitizer") or _packaged_sanitizer()
     if tool is None or bench.device.type != "cuda":
         bench.report("sanitizer", "skipped: no compute-sanitizer or no GPU")
         return
@@ -187,7 +189,7 @@ def section_sanitizer(bench: Bench) -> None:
         command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-m"]
         command += ["scripts.gpu_bench.kernels", str(bench.device)]
         try:
-            status, printed = outcome(command, TOOL_SECONDS)
+            status, printed = run_program(command, TOOL_SECONDS)
         except subprocess.TimeoutExpired:
             bench.report("sanitizer", f"{name}: skipped, not done after {TOOL_SECONDS} s")
             continue
@@ -196,7 +198,7 @@ def section_sanitizer(bench: Bench) -> None:
         bench.report("sanitizer", f"{name}: nothing found")
 
 
-def outcome(command: list[str], seconds: float) -> tuple[int, str]:
+def run_program(command: list[str], seconds: float) -> tuple[int, str]:
     """Return a program's status and output; kill it and its children if it takes longer.
 
     The program gets its own process group but stays in this process's session, so `end_process` ends it, too.
@@ -218,7 +220,7 @@ def outcome(command: list[str], seconds: float) -> tuple[int, str]:
     return running.returncode, printed
 
 
-def _packaged() -> str | None:
+def _packaged_sanitizer() -> str | None:
     for each in Path(sysconfig.get_path("purelib")).glob("nvidia/*/**/compute-sanitizer"):
         if each.is_file():
             return str(each)

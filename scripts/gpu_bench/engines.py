@@ -80,10 +80,10 @@ def section_iteration(bench: Bench) -> None:
         if kind.endswith("fp8") and "fp8" in bench.wrong:
             bench.report("iteration", f"{kind}: skipped, its kernels are wrong", left_out=kind)
             continue
-        of_kind = in_fp8(model) if kind.endswith("fp8") else model
+        kind_model = in_fp8(model) if kind.endswith("fp8") else model
         with bench.reporting_failure("iteration", kind, kind=kind), ExitStack() as ends:
             executor = executor_of(
-                *(of_kind, bench.device, num_pages, 0, turns_max), graphs=graphs, filled=True
+                *(kind_model, bench.device, num_pages, 0, turns_max), graphs=graphs, filled=True
             )
             ends.callback(executor.close)
             for rows, prompt in sizes:
@@ -185,7 +185,7 @@ def section_hidden(bench: Bench) -> None:
     spare = order[pages:]
     host = list(range(pages))
     draw.shuffle(host)
-    full = history // PAGE
+    num_full_pages = history // PAGE
 
     def step(*slices: Slice, ins: Sequence[SwapIn] = (), outs: Sequence[SwapOut] = ()) -> float:
         bench.synchronize()
@@ -202,10 +202,10 @@ def section_hidden(bench: Bench) -> None:
 
     for start in range(0, history, 512):
         step(slice_of(start, min(start + 512, history)))
-    outs = [SwapOut(i, table[i], host[i], PAGE) for i in range(full)]
+    outs = [SwapOut(i, table[i], host[i], PAGE) for i in range(num_full_pages)]
     step(outs=outs)
     num_finished = 0
-    while num_finished < full:
+    while num_finished < num_full_pages:
         executor.launch(Iteration(0, ()))
         num_finished += len(executor.collect().finished_copies)
         if num_finished == 0:
@@ -213,8 +213,11 @@ def section_hidden(bench: Bench) -> None:
     times: dict[str, list[float]] = {"device": [], "host": []}
     for _ in range(3 if bench.small else 9):
         times["device"].append(step(slice_of(history, history + message, True)))
-        table[:full], spare[:full] = spare[:full], table[:full]
-        ins = [SwapIn(i, host[i], table[i], PAGE) for i in range(full)]
+        table[:num_full_pages], spare[:num_full_pages] = (
+            spare[:num_full_pages],
+            table[:num_full_pages],
+        )
+        ins = [SwapIn(i, host[i], table[i], PAGE) for i in range(num_full_pages)]
         times["host"].append(step(slice_of(history, history + message, True), ins=ins))
         executor._copier.wait_any()
     executor.close()
@@ -245,14 +248,15 @@ def section_exactness(bench: Bench) -> None:
     replies: dict[str, list[ScriptedConversation]] = {}
     recomputed = 0
     for name in ROOMS:
-        replies[name], recomputed = _played(bench, model, name)
+        replies[name], recomputed = _play(bench, model, name)
     differ = sum(
         one.tokens != other.tokens
         for one, other in zip(replies["room"], replies["pressure"], strict=True)
     )
     right = random_model(bench.device, bench.small, plain=True)
     counts = [
-        (name, wrong_tokens(right, bench.device, each, BF16_GAP)) for name, each in replies.items()
+        (name, count_wrong_tokens(right, bench.device, each, BF16_GAP))
+        for name, each in replies.items()
     ]
     if any(wrong for _, wrong in counts):
         raise PensieveError(f"tokens that the model would not sample: {counts}")
@@ -266,16 +270,16 @@ def section_exactness(bench: Bench) -> None:
     )
     if bench.small:
         with bench.reporting_failure("exactness", "KV in fp8"):
-            _with_fp8(bench, model, right)
+            _check_fp8(bench, model, right)
 
 
-def _with_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
+def _check_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
     """Check the whole fp8 path: its tokens are near the model's likeliest tokens."""
     if "fp8" in bench.wrong:
         bench.report("exactness", "KV in fp8: skipped, its kernels are wrong")
         return
-    replies, recomputed = _played(bench, in_fp8(model), "pressure")
-    if wrong := wrong_tokens(right, bench.device, replies, FP8_GAP):
+    replies, recomputed = _play(bench, in_fp8(model), "pressure")
+    if wrong := count_wrong_tokens(right, bench.device, replies, FP8_GAP):
         raise PensieveError(f"{wrong} tokens are far less likely than the model's best token")
     count = sum(len(talk.replied) for talk in replies)
     line = (
@@ -284,7 +288,7 @@ def _with_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
     bench.report("exactness", line, fp8_tokens=count)
 
 
-def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[ScriptedConversation], int]:
+def _play(bench: Bench, model: LoadedModel, name: str) -> tuple[list[ScriptedConversation], int]:
     """Run the conversations; return them with replies, and the number of recomputed history tokens."""
     turns_max, budget = 8, 128
     pages = ROOMS[name]
@@ -301,7 +305,7 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[ScriptedC
             array("I", draw.choices(range(3, model.shape.vocab_size), k=draw.randint(5, 150)))
             for _ in outputs
         ]
-        if index % 3:  # these share whole pages and a part of one
+        if index % 3:  # these conversations share whole pages and a part of a page
             messages[0] = common[: draw.randint(PAGE, 3 * PAGE)] + messages[0]
         talks.append(ScriptedConversation(f"c{index}", messages, outputs, [0.0] * 4))
         driver.add(0.0, talks[-1])
@@ -313,14 +317,14 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[ScriptedC
     if driver.failures:
         raise PensieveError(f"{driver.failures} turns failed")
     if not driver.num_shared:
-        raise PensieveError("no conversation has found the KV of another")
+        raise PensieveError("no turn found KV that another conversation had computed")
     recomputed = engine.scheduler.counters.recomputed_tokens
     if name == "pressure" and not recomputed:
         raise PensieveError("no memory pressure: no history was recomputed")
     return talks, recomputed
 
 
-def wrong_tokens(
+def count_wrong_tokens(
     model: LoadedModel,
     device: torch.device,
     conversations: Sequence[ScriptedConversation],

@@ -101,7 +101,7 @@ class Bench:
     def seconds(self, runs: Sequence[Run], repeats: int = 5, *, graph: bool = True) -> float:
         """Return the median time of one call; the runs alternate."""
         if self.device.type == "cuda" and graph:
-            runs = [captured(run) for run in runs]
+            runs = [capture(run) for run in runs]
         for run in runs:
             run()
         self.synchronize()
@@ -128,20 +128,20 @@ class Bench:
         return statistics.median(times)
 
 
-def share_of(rate: float, whole: float | None, what: str) -> tuple[float | None, str]:
+def share_of(rate: float, device_rate: float | None, what: str) -> tuple[float | None, str]:
     """Return a rate as a share of a device rate, and in words; None if the device rate is unknown."""
-    if not whole:
+    if not device_rate:
         return None, f"{what} is unknown"
-    return rate / whole, f"{rate / whole:.0%} of {what}"
+    return rate / device_rate, f"{rate / device_rate:.0%} of {what}"
 
 
-def captured(run: Run) -> Run:
+def capture(run: Run) -> Run:
     """Capture one call as a graph that can be replayed."""
-    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         run()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -31,7 +31,7 @@ from pensieve.kernels.layer.cuda import add_and_norm_launch, gate_and_multiply_l
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.sampling import Sampling
-from scripts.gpu_bench.harness import Bench, Run, captured, check, share_of
+from scripts.gpu_bench.harness import Bench, Run, capture, check, share_of
 from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import OPTIONAL
 
@@ -44,7 +44,7 @@ ROTATED_BYTES = 512 << 20  # total size of a timing's alternating inputs: severa
 
 
 class Timed(NamedTuple):
-    """A timed shape, with KV in the dtype of the bench. `_with_fp8` times the shape again."""
+    """A timed shape, with KV in the dtype of the bench. `_time_with_fp8` times the shape again."""
 
     what: str
     slices: list[tuple[int, int]]
@@ -54,7 +54,7 @@ class Timed(NamedTuple):
 
 def section_kernels(bench: Bench) -> None:
     device = bench.device
-    lattice = [
+    shapes = [
         (dtype, head_size, heads, kv_heads)
         for dtype in (torch.bfloat16, torch.float16)
         for head_size in ((64, 128) if bench.small else cuda.HEAD_SIZES)
@@ -63,30 +63,30 @@ def section_kernels(bench: Bench) -> None:
     for kind, slices in SLICES.items():
         slices = [each for each in slices if not bench.small or each[0] + each[1] <= 800]
         worst = 0.0
-        for index, (dtype, head_size, heads, kv_heads) in enumerate(lattice):
+        for index, (dtype, head_size, heads, kv_heads) in enumerate(shapes):
             paged = Paged.of(device, slices, heads, kv_heads, head_size, dtype, index)
             where = f"attention of {kind} items, {dtype}, head {head_size}, {heads}/{kv_heads}"
             with _naming(
                 kind if paged.plan is not None and len(paged.plan.wide_items) else "narrow"
             ):
                 worst = max(worst, _check_attention(paged, where))
-        agree = f"{kind}: {len(lattice)} shapes agree, worst {worst:.1e}"
+        agree = f"{kind}: {len(shapes)} shapes agree, worst {worst:.1e}"
         bench.report("kernels", agree, worst=worst, kind=kind)
     checks: dict[str, Callable[[torch.device, torch.dtype], None]]
     checks = {"write": check_write, "copy": _check_copy}
     if device.type == "cuda":
         checks |= {"draw": _check_draw, "fused": _check_fused}
     checks["fp8"] = partial(_check_fp8, small=bench.small)
-    with_rest = {
+    failure_reports = {
         kind: partial(bench.reporting_failure, "kernels", kind, kind=kind) for kind in OPTIONAL
     }
-    for kind, check_it in checks.items():
+    for kind, check_kernel in checks.items():
         if kind == "draw" and not choices.current.radix:
             bench.report("kernels", "draw: skipped, tokens are drawn by sorting", kind=kind)
             continue
-        with with_rest.get(kind, nullcontext)(), _naming(kind):
+        with failure_reports.get(kind, nullcontext)(), _naming(kind):
             for dtype in (torch.bfloat16, torch.float16):
-                check_it(device, dtype)
+                check_kernel(device, dtype)
             bench.report("kernels", f"{kind}: agrees", kind=kind)
 
 
@@ -105,7 +105,7 @@ def _check_attention(paged: Paged, where: str) -> float:
     worst = check(where, answer, paged.right())
     if answer.is_cuda:
         paged.out.fill_(float("nan"))
-        captured(paged.run)()
+        capture(paged.run)()
         if not torch.equal(paged.out, answer):
             raise PensieveError(f"{where}: a captured graph gives another result")
     return worst
@@ -229,13 +229,13 @@ def _check_draw(device: torch.device, dtype: torch.dtype) -> None:
 def _check_fused(device: torch.device, dtype: torch.dtype) -> None:
     residual, added = (torch.randn(70, 4096, device=device).to(dtype) for _ in range(2))
     weight = (torch.rand(4096, device=device) + 0.5).to(dtype)
-    whole, normed = torch.empty_like(residual), torch.empty_like(residual)
-    launch = add_and_norm_launch(residual, added, weight, 1e-5, whole, normed)
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    launch = add_and_norm_launch(residual, added, weight, 1e-5, total, normed)
     cuda_launch.launch(launch, device)
     right = torch.nn.functional.rms_norm(
         (residual + added).float(), (4096,), weight.float(), eps=1e-5
     )
-    if not torch.equal(whole, residual + added):
+    if not torch.equal(total, residual + added):
         raise PensieveError(f"add_and_norm {dtype} gives a wrong sum")
     check_close("add_and_norm", normed, right, {dtype: 4e-2})
     out = torch.empty(70, 2048, dtype=dtype, device=device)
@@ -322,7 +322,7 @@ def section_decode(bench: Bench) -> None:
         what = f"batch {batch}, {front * PAGE:,} shared and {own} own, 32/8 x 128"
         with bench.reporting_failure("decode", what):
             _decode_shared(bench, what, batch, front, own)
-    _with_fp8(bench, "decode", found)
+    _time_with_fp8(bench, "decode", found)
 
 
 def _decode_shared(bench: Bench, what: str, batch: int, front: int, own: int) -> None:
@@ -369,7 +369,7 @@ def section_prefill(bench: Bench) -> None:
         what = f"{batch} x {length} queries over {start + length}"
         with bench.reporting_failure("prefill", what):
             found.append(_prefill(bench, what, start, length, batch))
-    _with_fp8(bench, "prefill", found)
+    _time_with_fp8(bench, "prefill", found)
 
 
 def _prefill(bench: Bench, what: str, start: int, length: int, batch: int) -> Timed:
@@ -402,7 +402,7 @@ def _prefill(bench: Bench, what: str, start: int, length: int, batch: int) -> Ti
     return Timed(what, slices, 1, seconds)
 
 
-def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
+def _time_with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
     """Time the found shapes again with KV in fp8. Report the speed relative to the bench's dtype."""
     for what, slices, copies, other in found:
         name = f"{what}, KV in fp8"

@@ -213,7 +213,7 @@ def baselines(
     return ways
 
 
-def _tried(run: Attend, is_cuda: bool) -> Tensor:
+def _try(run: Attend, is_cuda: bool) -> Tensor:
     """Call `run` twice without torch's warnings about unsuitable kernels; raise if it synchronizes."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         answer = run().clone()
@@ -230,11 +230,11 @@ def _tried(run: Attend, is_cuda: bool) -> Tensor:
 def usable(
     ways: dict[str, Attend], right: Tensor, report: Callable[[str], None]
 ) -> dict[str, Attend]:
-    """Return the ways that work here and give the right result; report those with a wrong result."""
+    """Return the ways that work here and give the right result; report the ways with a wrong result."""
     found = {}
     for name, run in ways.items():
         try:
-            answer = _tried(run, right.is_cuda).reshape(right.shape)
+            answer = _try(run, right.is_cuda).reshape(right.shape)
         except Exception:  # no such kernel for these shapes
             continue
         try:

@@ -35,7 +35,7 @@ STAGES = (
     Stage(
         1,
         4,
-        "Is it right at all?",
+        "Are the results right?",
         (
             Step("versions", 60),
             Step("device", 60, small=True),
@@ -73,7 +73,7 @@ STAGES = (
     Stage(
         4,
         6,
-        "How fast is an iteration, and who waits for whom?",
+        "How fast is an iteration, and what is its slowest part?",
         (Step("iteration", 180), Step("sampler", 60), Step("hidden", 120)),
     ),
     Stage(
@@ -150,7 +150,7 @@ def failed_kernels(found: Sequence[Figures]) -> list[str]:
 def unverified_kernels(found: Sequence[Figures]) -> frozenset[str]:
     """Return the kernels that section `kernels` did not find right in its last run; none if it never ran.
 
-    The section ends at the first wrong kernel that is not optional, so all later ones count as wrong.
+    The section ends at the first wrong kernel that is not optional, so all later kernels count as wrong.
     """
     examined = section_figures(found, "kernels")
     wrong = set(KERNELS) if examined else set()
@@ -181,7 +181,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
         for name in wrong
     ]
     sentences += [f"{name}: not examined" for name in missing]
-    whole = not wrong and not missing
+    is_complete = not wrong and not missing
     match number:
         case 1:
             if kernels := failed_kernels(found):
@@ -193,7 +193,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
         case 2:
             sentences.append(
                 "attention, decode, prefill and replies are right: the following figures are meaningful"
-                if whole
+                if is_complete
                 else "figures are meaningless until everything was examined and is right"
             )
         case 3:
@@ -203,9 +203,9 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
                 if name in wanted
             ]
             fine = "every share is above its limit" if all(shares) else "some shares are unknown"
-            sentences += _kernel_sentences(found) or [fine] * (whole and bool(shares))
+            sentences += _kernel_sentences(found) or [fine] * (is_complete and bool(shares))
         case 4:
-            sentences += _iteration_sentences(found) or ["nothing is above its limit"] * whole
+            sentences += _iteration_sentences(found) or ["nothing is above its limit"] * is_complete
         case 5:
             for each in section_figures(found, "attention", "mean"):
                 mean = each["mean"]

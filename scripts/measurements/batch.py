@@ -1,7 +1,7 @@
 """Measure the time of a batch of requests, by how the requests share prefixes.
 
-The requests are drawn as in batch_simulation.py, but fewer. They run through a daemon's engine in this
-process, as background turns, once with each way of sharing:
+The requests are drawn as in batch_simulation.py, but there are fewer of them. They run through a daemon's
+engine in this process, as background turns, once with each way of sharing:
 
     groups    like a batch job of the daemon: run requests with a common prefix together, and compute the
               prefix once
@@ -95,7 +95,7 @@ def compared(folder: Path, shape: BatchShape, output_tokens: int, settings: Sett
     texts = load_texts(folder, progress, None)
     settings = replace(settings, model=str(folder))
     built = build_engine(settings, folder, texts, progress, mailbox, sink)
-    requests = drawn(shape, output_tokens, built.vocab_size)
+    requests = draw_requests(shape, output_tokens, built.vocab_size)
     prompts = [each.tokens for each in requests]
     rows: list[Row] = []
     try:
@@ -115,7 +115,7 @@ def compared(folder: Path, shape: BatchShape, output_tokens: int, settings: Sett
     return rows
 
 
-def drawn(shape: BatchShape, output_tokens: int, vocab_size: int) -> list[BatchRequest]:
+def draw_requests(shape: BatchShape, output_tokens: int, vocab_size: int) -> list[BatchRequest]:
     turn = TurnOptions(Sampling(max_tokens=output_tokens, ignore_eos=True), background=True)
     prompts = (
         array("I", (each % vocab_size for each in one.prompt)) for one in drawn_batch(shape, 1)

@@ -14,11 +14,11 @@ The share degree is the number of requests with the same prefix (a group). The r
 
 * A share degree is a mean over requests. Group sizes are geometric, so a mean of 7 over requests is a mean of
   4 over groups. Then 55 % of the tokens of `snippets` need not be computed, as reported. With groups of
-  exactly 7 it would be 63 %. The groups of the microbenchmarks have one size.
+  exactly 7, it would be 63 %. The groups of the microbenchmarks have one size.
 * All requests of `snippets` begin with the same 60 tokens of instructions. These tokens, one per cent, are
   not saved if each request shares only one prefix.
 * Lengths are uniform between 0.5 and 1.5 times their mean. Replies have 100 tokens, which reproduces the
-  reported rate of `snippets` without sharing; a request allows 256.
+  reported rate of `snippets` without sharing. The limit of a request is 256 tokens.
 * The file has no order, but requests with the same prefix are near each other: their distances from the
   group's centre are normally distributed, with a deviation of `apart` requests. `APART` is chosen so that an
   LRU cache of the reported machine's size saves 44 % of `snippets`, as reported.

@@ -59,13 +59,13 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure files_entered", description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the names of the files")
     arguments = parser.parse_args(given)
-    for name, files in measured().items():
+    for name, files in files_by_turn_kind().items():
         print(f"{name}: {len(files)} files")
         if arguments.list:
             print("".join(f"    {file}\n" for file in sorted(files)), end="")
 
 
-def measured() -> dict[str, set[str]]:
+def files_by_turn_kind() -> dict[str, set[str]]:
     """Return the files with functions that ran, by the kind of turn."""
     with tempfile.TemporaryDirectory(prefix="pensieve-entered-") as name:
         folder = Path(name)
@@ -81,7 +81,7 @@ def measured() -> dict[str, set[str]]:
                 "HTTP chat completions": _Chat(f"{url}/v1/chat/completions", model),
                 "HTTP responses": _Responses(f"{url}/v1/responses", model),
             }
-            return {kind: _second_turn(folder, turn) for kind, turn in kinds.items()}
+            return {kind: _files_of_second_turn(folder, turn) for kind, turn in kinds.items()}
 
 
 def _free_port() -> int:
@@ -125,16 +125,16 @@ def _post(url: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def _second_turn(folder: Path, turn: Callable[[], object]) -> set[str]:
+def _files_of_second_turn(folder: Path, turn: Callable[[], object]) -> set[str]:
     turn()
     time.sleep(SETTLE_SECONDS)  # for work after the end of the first turn
     (folder / "on").touch()
-    _files(folder, "*.begun")
+    _wait_for_files(folder, "*.begun")
     turn()
     time.sleep(SETTLE_SECONDS)
     (folder / "on").unlink()
     entered: set[str] = set()
-    for path in _files(folder, "*.json"):
+    for path in _wait_for_files(folder, "*.json"):
         for name in json.loads(path.read_text()):
             if "/pensieve/" in name and "/pensieve/v1/" not in name:
                 entered.add(name.rpartition("/pensieve/")[2])
@@ -144,7 +144,7 @@ def _second_turn(folder: Path, turn: Callable[[], object]) -> set[str]:
     return entered
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
+def _wait_for_files(folder: Path, pattern: str) -> list[Path]:
     """Wait until each process has written a file of this pattern; return the files."""
     deadline = time.monotonic() + WAIT_SECONDS
     while len(found := list(folder.glob(pattern))) < NUM_PROCESSES:

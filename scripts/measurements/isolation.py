@@ -54,7 +54,7 @@ class Times:
 
 class IsolationTimes(NamedTuple):
     alone: Times  # the quiet tenant without noise
-    beside: Times
+    with_noise: Times
     noise: Counter[str]  # the answers that the noisy tenant got
 
 
@@ -68,21 +68,25 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="per half round (default: 15)")
     arguments = parser.parse_args(given)
-    alone, beside, noise = compared(arguments.rounds, arguments.seconds)
+    alone, with_noise, noise = compared(arguments.rounds, arguments.seconds)
     print(f"{'the quiet tenant, ms':22}{'alone':>8}{'with the noisy one':>22}{'ratio':>8}")
     for name in ("first", "gaps"):
         for share in (0.5, 0.99):
-            before, after = (percentile(getattr(each, name), share) for each in (alone, beside))
+            before, after = (percentile(getattr(each, name), share) for each in (alone, with_noise))
             label = f"{name} p{share * 100:g}"
             print(f"{label:22}{before * 1e3:8.1f}{after * 1e3:22.1f}{after / before:8.2f}")
     print(
-        f"{len(alone.first)} and {len(beside.first)} turns, {alone.refused} and {beside.refused} refused; "
+        f"{len(alone.first)} and {len(with_noise.first)} turns, {alone.refused} and "
+        f"{with_noise.refused} refused; "
         f"the answers of the noisy tenant: {dict(noise)}"
     )
 
 
 def compared(num_rounds: int, seconds: float, noise_policy: int = os.SCHED_IDLE) -> IsolationTimes:
-    """`noise_policy` is how the operating system schedules the noisy tenant's process."""
+    """Measure the quiet tenant without and with noise.
+
+    `noise_policy` is how the operating system schedules the noisy tenant's process.
+    """
     quiet, quiet_entry = new_token("quiet", False)
     noisy = [
         new_token(f"noisy-{number}", False, turns_max=1, tokens_per_second=10.0)
@@ -98,16 +102,16 @@ def compared(num_rounds: int, seconds: float, noise_policy: int = os.SCHED_IDLE)
             asyncio.run(measure(daemon.address, quiet, QUIET_SECONDS, Times()))
             for token, _ in noisy:
                 asyncio.run(measure(daemon.address, quiet, seconds, found.alone))
-                with _noise(daemon.address, token, noise_policy, found.noise):
-                    asyncio.run(measure(daemon.address, quiet, seconds, found.beside))
+                with _run_noisy_tenant(daemon.address, token, noise_policy, found.noise):
+                    asyncio.run(measure(daemon.address, quiet, seconds, found.with_noise))
                 time.sleep(QUIET_SECONDS)
-    if not found.alone.first or not found.beside.first:
+    if not found.alone.first or not found.with_noise.first:
         raise InvalidArgument("seconds", "too few: no turn was measured")
     return found
 
 
 @contextmanager
-def _noise(address: str, token: str, policy: int, codes: Counter[str]) -> Iterator[None]:
+def _run_noisy_tenant(address: str, token: str, policy: int, codes: Counter[str]) -> Iterator[None]:
     """Run the noisy tenant inside the block, which begins when all EXPECTED answers have come.
 
     Add the tenant's answers to `codes`.

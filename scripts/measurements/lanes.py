@@ -155,8 +155,8 @@ def slow_syncs(folder: Path, milliseconds: int) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     scheme, _, path = arguments.store.partition("://")
-    in_file = Path(path).parent if scheme == "sqlite" else Path(tempfile.gettempdir())
-    disk = arguments.disk or in_file
+    store_folder = Path(path).parent if scheme == "sqlite" else Path(tempfile.gettempdir())
+    disk = arguments.disk or store_folder
     for _ in range(arguments.repeats):
         for num_daemons in arguments.daemons:
             for num_lanes in arguments.lanes:
@@ -237,13 +237,13 @@ def _daemon(
         lanes: list[ThreadPoolExecutor | None] = [None]
         if num_talkers > 1:
             lanes = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(num_lanes)]
-        ready = [
+        talkers = [
             (lanes[number % len(lanes)] or threads)
             .submit(Talker, store, f"{name}-{number}", lanes[number % len(lanes)])
             .result()
             for number in range(num_talkers)
         ]
-        running = [threads.submit(each.talk, from_, until) for each in ready]
+        running = [threads.submit(each.talk, from_, until) for each in talkers]
         time.sleep(max(from_ - time.monotonic(), 0.0))
         cpu, num_commits = time.process_time(), store.figures.num_commits
         turns = [turn for each in running for turn in each.result()]

@@ -134,26 +134,28 @@ async def replies_of_talks(
     async with AsyncClient(daemon.address, timeout=None) as client:
         model = (await client.server_info()).model
         apis: dict[str, Api] = {
-            "sdk": functools.partial(by_sdk, client),
-            "http": functools.partial(by_http, f"http://{http}", model),
-            "page": functools.partial(by_page, f"http://{http}"),
+            "sdk": functools.partial(sdk_replies, client),
+            "http": functools.partial(http_replies, f"http://{http}", model),
+            "page": functools.partial(page_replies, f"http://{http}"),
         }
 
-        async def one(messages: Sequence[str]) -> list[Reply]:
+        async def replies_of_talk(messages: Sequence[str]) -> list[Reply]:
             async with free:
                 return await apis[api](messages, sampling)
 
-        return list(await asyncio.gather(*map(one, talks)))
+        return list(await asyncio.gather(*map(replies_of_talk, talks)))
 
 
-async def by_sdk(client: AsyncClient, messages: Sequence[str], sampling: Sampling) -> list[Reply]:
+async def sdk_replies(
+    client: AsyncClient, messages: Sequence[str], sampling: Sampling
+) -> list[Reply]:
     conversation = client.conversation()
     options: dict[str, Any] = dict(sampling)
     replies = [await conversation.ask(each, **options) for each in messages]
     return [Reply(each.text, each.finish_reason) for each in replies]
 
 
-async def by_http(
+async def http_replies(
     server: str, model: str, messages: Sequence[str], sampling: Sampling
 ) -> list[Reply]:
     history: list[dict[str, str]] = []
@@ -161,7 +163,7 @@ async def by_http(
     for message in messages:
         history.append({"role": "user", "content": message})
         body = {"model": model, "messages": history, **sampling}
-        answer = json.loads(await _posted(f"{server}/v1/chat/completions", body))
+        answer = json.loads(await _post(f"{server}/v1/chat/completions", body))
         choice = answer["choices"][0]
         reply = Reply(
             choice["message"]["content"] or "", choice.get("stop_reason") or choice["finish_reason"]
@@ -171,9 +173,9 @@ async def by_http(
     return replies
 
 
-async def by_page(server: str, messages: Sequence[str], sampling: Sampling) -> list[Reply]:
+async def page_replies(server: str, messages: Sequence[str], sampling: Sampling) -> list[Reply]:
     service = f"{server}/pensieve.v1.ConversationService"
-    created = json.loads(await _posted(f"{service}/CreateConversation", {}))
+    created = json.loads(await _post(f"{service}/CreateConversation", {}))
     name = created["conversation"]["conversation_id"]
     replies = []
     for message in messages:
@@ -182,22 +184,22 @@ async def by_page(server: str, messages: Sequence[str], sampling: Sampling) -> l
             "messages": [{"content": message}],
             "sampling": dict(sampling),
         }
-        lines = (await _posted(f"{service}/SendMessage", body)).splitlines()
+        lines = (await _post(f"{service}/SendMessage", body)).splitlines()
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
         text = "".join(each["delta"].get("text", "") for each in events if "delta" in each)
         replies.append(Reply(text, events[-1]["completed"]["finish_reason"]))
     return replies
 
 
-async def _posted(address: str, body: Mapping[str, Any]) -> str:
-    def post() -> str:
+async def _post(address: str, body: Mapping[str, Any]) -> str:
+    def send() -> str:
         request = urllib.request.Request(
             address, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request) as answer:
             return str(answer.read().decode())
 
-    return await asyncio.to_thread(post)
+    return await asyncio.to_thread(send)
 
 
 def _write(path: Path, api: str, name: str, talks: Sequence[Sequence[Reply]]) -> None:

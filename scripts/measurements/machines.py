@@ -81,11 +81,11 @@ def main(given: Sequence[str] | None = None) -> None:
             f"{'   <- the least within 5 % of the best' if each is chosen else ''}"
         )
     print(
-        f"{arguments.rate:g} conversations a second: {needed(chosen.rate, arguments.rate)} replicas"
+        f"{arguments.rate:g} conversations a second: {replicas_needed(chosen.rate, arguments.rate)} replicas"
     )
 
 
-def needed(rate_each: float, wanted: float) -> int:
+def replicas_needed(rate_each: float, wanted: float) -> int:
     return max(math.ceil(wanted / rate_each - 1e-9), 1)
 
 

@@ -164,6 +164,6 @@ async def main(address: str, token: str) -> None:
 
 if __name__ == "__main__":
     # With SCHED_IDLE, any other process gets the core at once. With nice(19) a client would wait up
-    # to 3 ms for it.
+    # to 3 ms for the core.
     os.sched_setscheduler(0, int(sys.argv[3]), os.sched_param(0))
     asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -30,7 +30,7 @@ CONVERSATIONS = (1_000, 10_000, 100_000)  # cached; they fill both tiers
 RUNNING, ITERATIONS = 256, 2000
 
 
-class Planned(NamedTuple):
+class PlanningTimes(NamedTuple):
     chunks: int
     seconds: list[float]  # per iteration
     reclaimed: float  # pages per iteration
@@ -62,7 +62,7 @@ def measure(
     num_conversations: int,
     num_running: int = RUNNING,
     num_iterations: int = ITERATIONS,
-) -> Planned:
+) -> PlanningTimes:
     """Time plan + commit, and check the cache's invariants before and after."""
     choose = random.Random(1)
     cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
@@ -98,7 +98,7 @@ def measure(
     prefix_of: dict[str, str] = {}  # conversation -> its system prompt (512 tokens)
 
     def turn_of(name: str, tokens: int, history: int) -> Turn:
-        """Make a turn. Each conversation and each system prompt has tokens that no other one has."""
+        """Make a turn. Each conversation has different tokens, and so has each system prompt."""
         nonlocal num_turns
         num_turns += 1
         own, common = crc32(name.encode()), crc32(prefix_of.get(name, name).encode())
@@ -189,7 +189,7 @@ def measure(
         scheduler.commit(iteration, outcome, now)
         seconds.append(time.perf_counter() - resumed + planned - started)
     scheduler.check(now)
-    return Planned(
+    return PlanningTimes(
         num_chunks,
         seconds,
         (cache.counters.reclaimed - before[0]) / num_iterations,

@@ -178,7 +178,10 @@ class Replica:
             )
 
     def check_served(self, row: Row) -> None:
-        """Raise Impossible if so many turns were refused that the figures mislead. One may be chance."""
+        """Raise Impossible if so many turns were refused that the figures mislead.
+
+        A single refusal may be chance.
+        """
         if row["refused"] > max(REFUSED_SHARE * row["asked"], 1):
             raise Impossible(
                 f"{row['refused'] / row['asked']:.1%} of the turns are longer than the device tier of "
@@ -186,7 +189,7 @@ class Replica:
             )
 
 
-class Admitted:
+class AdmissionObserver:
     """An engine observer: the queueing times of turns, and the tiers where their histories were found."""
 
     def __init__(self, since: float) -> None:
@@ -223,13 +226,13 @@ class Admitted:
 def run_replica(replica: Replica, arrivals: Iterable[Arrival], window: Window) -> Row:
     """Return the figures of one replica under these arrivals."""
     simulator = replica.simulator(window)
-    admitted = Admitted(window.counted_from)
+    admitted = AdmissionObserver(window.counted_from)
     simulator.engine.observe(admitted)
     simulator.run(arrivals)
     return row_of([simulator], admitted, window)
 
 
-def row_of(simulators: Sequence[Simulator], admitted: Admitted, window: Window) -> Row:
+def row_of(simulators: Sequence[Simulator], admitted: AdmissionObserver, window: Window) -> Row:
     """Return the figures of engines that share their counts, usually of one engine."""
     counts = simulators[0].counts
     for simulator in simulators:

@@ -207,10 +207,10 @@ class VllmSchedule:
         self._waiting.append(request)
 
     def plan(self, now: float) -> Sequence[Request]:
-        prompts = self._admitted()
-        return prompts if prompts else self._decodes()
+        prompts = self._admit_prompts()
+        return prompts if prompts else self._plan_decodes()
 
-    def _admitted(self) -> list[Request]:
+    def _admit_prompts(self) -> list[Request]:
         admitted: list[Request] = []
         tokens = 0
         while self._waiting and len(self._running) < self._requests_max:
@@ -225,13 +225,13 @@ class VllmSchedule:
             admitted.append(request)
         return admitted
 
-    def _decodes(self) -> list[Request]:
+    def _plan_decodes(self) -> list[Request]:
         """Return the running requests; preempt the latest ones if earlier ones lack a block."""
         kept: list[Request] = []
         left = deque(self._running)
         while left:
             request = left.popleft()
-            while self._lacking(request) > self._free:
+            while self._num_lacking(request) > self._free:
                 latest = left.pop() if left else request
                 self._preempt(latest)
                 if latest is request:
@@ -242,11 +242,11 @@ class VllmSchedule:
         self._running = kept
         return kept
 
-    def _lacking(self, request: Request) -> int:
+    def _num_lacking(self, request: Request) -> int:
         return _blocks(request.length) - self._blocks.get(request, 0)
 
     def _take(self, request: Request) -> None:
-        self._free -= self._lacking(request)
+        self._free -= self._num_lacking(request)
         self._blocks[request] = _blocks(request.length)
 
     def _preempt(self, request: Request) -> None:
@@ -302,7 +302,7 @@ class Job:
     entered: int  # sequence number of its entry into the level
     last_ran: float
     used_seconds: float = 0.0  # time used in its level
-    where: KvPlace = KvPlace.NEW
+    place: KvPlace = KvPlace.NEW
 
     @property
     def order(self) -> tuple[int, int]:
@@ -317,7 +317,7 @@ class FastServeSchedule:
     generating turn.
 
         joins      the highest level whose quantum fits its prompt's iteration (higher levels are skipped,
-                   since they would only demote it)
+                   because they would only demote the job)
         demoted    to the end of the next level, when it has used its level's quantum
         promoted   to the end of the first level, when it has not run for `STARVING_SECONDS`
 
@@ -371,7 +371,7 @@ class FastServeSchedule:
         self._promote(now)
         ordered = sorted(self._jobs.values(), key=lambda job: job.order)
         wanted = ordered[: self.num_places - self._num_spare]
-        lacking = [job for job in wanted if job.where in (KvPlace.NEW, KvPlace.HOST)]
+        lacking = [job for job in wanted if job.place in (KvPlace.NEW, KvPlace.HOST)]
         num_placed = 0
         for job in lacking:
             if not self._num_free:
@@ -380,14 +380,14 @@ class FastServeSchedule:
             num_placed += 1
         if len(ordered) > self.num_places - self._num_spare:
             self._make_room(ordered, set(wanted), len(lacking) - num_placed, now)
-        return [job.request for job in ordered if job.where is KvPlace.DEVICE]
+        return [job.request for job in ordered if job.place is KvPlace.DEVICE]
 
     @property
     def _num_free(self) -> int:
-        return self.num_places - sum(self._counts[where] for where in ON_DEVICE)
+        return self.num_places - sum(self._counts[place] for place in ON_DEVICE)
 
     def _give_place(self, job: Job, now: float) -> None:
-        if job.where is KvPlace.NEW:
+        if job.place is KvPlace.NEW:
             self._move(job, KvPlace.DEVICE)
             return
         self._in_free = max(now, self._in_free) + self._copy_seconds(job.request.computed)
@@ -402,9 +402,9 @@ class FastServeSchedule:
         needed = max(num_lacking, self._num_spare)
         for job in reversed(ordered):
             if room >= needed or job in wanted:
-                break  # wanted jobs come first, so only wanted ones are left
+                break  # wanted jobs come first, so only wanted jobs are left
             tokens = job.request.computed
-            if job.where is KvPlace.DEVICE and tokens <= self._host_free:
+            if job.place is KvPlace.DEVICE and tokens <= self._host_free:
                 self._host_free -= tokens
                 self._out_free = max(now, self._out_free) + self._copy_seconds(tokens)
                 self._copies.append((self._out_free, job))
@@ -414,7 +414,7 @@ class FastServeSchedule:
 
     def _end_copies(self, now: float) -> None:
         for ended, job in self._copies:
-            if ended <= now and job.where is KvPlace.IN:
+            if ended <= now and job.place is KvPlace.IN:
                 self._host_free += job.request.computed
                 self._move(job, KvPlace.DEVICE)
             elif ended <= now:
@@ -431,7 +431,7 @@ class FastServeSchedule:
         for request in requests:
             job = self._jobs[request]
             if request.has_ended:
-                self._counts[job.where] -= 1
+                self._counts[job.place] -= 1
                 del self._jobs[request]
                 continue
             job.last_ran = ended
@@ -446,10 +446,10 @@ class FastServeSchedule:
         self._num_entered += 1
         return self._num_entered
 
-    def _move(self, job: Job, where: KvPlace) -> None:
-        self._counts[job.where] -= 1
-        self._counts[where] += 1
-        job.where = where
+    def _move(self, job: Job, place: KvPlace) -> None:
+        self._counts[job.place] -= 1
+        self._counts[place] += 1
+        job.place = place
 
     def wakes_at(self) -> float:
         return min((ended for ended, _ in self._copies), default=math.inf)
@@ -458,18 +458,18 @@ class FastServeSchedule:
         return self._jobs[request].level
 
     def check(self) -> None:
-        places = [job.where for job in self._jobs.values()]
-        assert all(self._counts[where] == places.count(where) for where in KvPlace)
-        assert sum(self._counts[where] for where in ON_DEVICE) <= self.num_places
-        on_host = sum(job.request.computed for job in self._jobs.values() if job.where in ON_HOST)
+        places = [job.place for job in self._jobs.values()]
+        assert all(self._counts[place] == places.count(place) for place in KvPlace)
+        assert sum(self._counts[place] for place in ON_DEVICE) <= self.num_places
+        on_host = sum(job.request.computed for job in self._jobs.values() if job.place in ON_HOST)
         assert self._host_free == self.host_tokens - on_host >= 0
         copied = {job for _, job in self._copies}
         assert all(
-            (job.where in (KvPlace.OUT, KvPlace.IN)) == (job in copied)
+            (job.place in (KvPlace.OUT, KvPlace.IN)) == (job in copied)
             for job in self._jobs.values()
         )
         for request, job in self._jobs.items():
-            assert job.where is not KvPlace.NEW or not request.computed
+            assert job.place is not KvPlace.NEW or not request.computed
 
 
 def _quanta(cost: IterationCost, context_max: int) -> list[float]:

@@ -88,7 +88,7 @@ def simulated_figures(
 ) -> SimulationFigures:
     """Return the figures of one system under this load."""
     if system in OURS:
-        return _ours(setting, system == "streamed").run(arrivals)
+        return _daemon_simulator(setting, system == "streamed").run(arrivals)
     return ScheduleRun(_schedule(system, setting), setting.cost).finish(arrivals)
 
 
@@ -96,13 +96,13 @@ def streamed_run(
     setting: ServingSetting, arrivals: Iterator[Arrival]
 ) -> tuple[SimulationFigures, bool]:
     """Return the figures of `streamed`, and whether KV was copied. If not, the link makes no difference."""
-    simulator = _ours(setting, streams=True)
+    simulator = _daemon_simulator(setting, streams=True)
     figures, copies = simulator.run(arrivals), simulator.scheduler.cache.counters
     streamed = simulator.scheduler.counters.streamed
     return figures, bool(streamed or copies.swapped_out or copies.swapped_in)
 
 
-def _ours(setting: ServingSetting, streams: bool) -> Simulator:
+def _daemon_simulator(setting: ServingSetting, streams: bool) -> Simulator:
     """Return a simulator of the daemon's own scheduler."""
     cost, device_pages, staging_pages = setting.cost, setting.device_tokens // CHUNK_TOKENS, 0
     if streams:

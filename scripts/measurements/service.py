@@ -62,7 +62,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
 
 
-class Delivered(NamedTuple):
+class Delivery(NamedTuple):
     tokens: int
     messages: int
     seconds: float
@@ -70,7 +70,7 @@ class Delivered(NamedTuple):
     cpu_seconds: float  # of the service
 
 
-async def delivered(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Delivered:
+async def delivered(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Delivery:
     gaps: list[float] = []
     counted = num_messages = 0
     first: float | None = None
@@ -113,7 +113,7 @@ async def delivered(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> D
         cpu = cpu_seconds(daemon.pid) - cpu
     if not gaps:
         raise InvalidArgument("tokens", "too few: each stream was one message")
-    return Delivered(counted, num_messages, seconds, gaps, cpu)
+    return Delivery(counted, num_messages, seconds, gaps, cpu)
 
 
 class TurnCost(NamedTuple):
@@ -126,25 +126,27 @@ class TurnCost(NamedTuple):
 
 def turn_costs(daemon: BenchDaemon, histories: Sequence[int], num_turns: int) -> list[TurnCost]:
     with Client(daemon.address) as client:
-        talks = [_filled(client, num_tokens) for num_tokens in histories]
-        filled = [talk.get() for talk in talks]
+        talks = [_fill_conversation(client, num_tokens) for num_tokens in histories]
+        states = [talk.get() for talk in talks]
         samples: list[list[tuple[float, float]]] = [[] for _ in talks]
-        each = max(num_turns // ROUNDS, 1)
+        turns_per_round = max(num_turns // ROUNDS, 1)
         for _ in range(ROUNDS):
-            for talk, state, found in zip(talks, filled, samples, strict=True):
+            for talk, state, found in zip(talks, states, samples, strict=True):
                 cpu = cpu_seconds(daemon.pid)
-                firsts = [_turn(talk) for _ in range(each)]
-                found.append(((cpu_seconds(daemon.pid) - cpu) / each, statistics.median(firsts)))
+                firsts = [_turn(talk) for _ in range(turns_per_round)]
+                found.append(
+                    ((cpu_seconds(daemon.pid) - cpu) / turns_per_round, statistics.median(firsts))
+                )
                 talk.rewind(state.revision)  # so that turns do not lengthen the history
     return [
         TurnCost(
             state.num_tokens, *(statistics.median(column) for column in zip(*found, strict=True))
         )
-        for state, found in zip(filled, samples, strict=True)
+        for state, found in zip(states, samples, strict=True)
     ]
 
 
-def _filled(client: Client, num_tokens: int) -> Conversation:
+def _fill_conversation(client: Client, num_tokens: int) -> Conversation:
     """Return a conversation with at least `num_tokens` tokens, whose KV the engine holds."""
     talk = client.conversation(f"history-{num_tokens}")
     talk.ask("Good morning.", max_tokens=TURN_TOKENS)

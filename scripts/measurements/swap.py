@@ -104,11 +104,11 @@ def _device_tokens(admin: Admin, name: str) -> int:
     return sum(int(each.device_tokens) for each in cached)
 
 
-def _wait(true: Callable[[], bool], otherwise: str) -> None:
+def _wait(condition: Callable[[], bool], failure: str) -> None:
     deadline = time.monotonic() + EVICT_SECONDS
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
-            raise PensieveError(otherwise)
+            raise PensieveError(failure)
         time.sleep(0.02)
 
 

@@ -6,9 +6,9 @@ KV lies in blocks of 16 tokens. At most 256 requests run at once, in the order o
     without                  whole prompts up to the token budget, or else a token of each running request
 
 With prefix caching, a full block of a prompt is found by its tokens and all tokens before it. Blocks that no
-request uses stay in the cache. The least recently used block is evicted first, and of one request the last.
-Tokens that are found do not count in the budget. If no block is free, the latest running request gives up its
-blocks and begins again.
+request uses stay in the cache. The least recently used block is evicted first. Among the blocks of one
+request, the last block is evicted first. Tokens that are found in the cache do not count in the budget. If no
+block is free, the latest running request gives up its blocks and begins again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Request:
 
 
 class BlockCache:
-    """Counted blocks. With `keeps`, unused blocks can be found until they are evicted."""
+    """Blocks and their numbers of users. With `keeps`, unused blocks can be found until they are evicted."""
 
     def __init__(self, num_blocks: int, keeps: bool) -> None:
         self._num_empty, self._keeps = num_blocks, keeps
@@ -99,7 +99,7 @@ class VllmBatch:
         num_blocks = device_tokens // BLOCK_TOKENS
         self._spare = int(SPARE_BLOCKS_SHARE * num_blocks)
         self._cache = BlockCache(num_blocks, caches)
-        self._fresh = count()
+        self._new_keys = count()
         known: dict[tuple[int, bytes], int] = {}
         self._waiting = deque(self._request(each, known) for each in batch)
         self._running: list[_Request] = []
@@ -109,45 +109,49 @@ class VllmBatch:
         keys: list[int] = []
         for start in range(0, len(drawn.prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             if not self._caches:
-                keys.append(next(self._fresh))
+                keys.append(next(self._new_keys))
                 continue
             tokens = drawn.prompt[start : start + BLOCK_TOKENS].tobytes()
             parent = keys[-1] if keys else -1
             if (parent, tokens) not in known:
-                known[parent, tokens] = next(self._fresh)
+                known[parent, tokens] = next(self._new_keys)
             keys.append(known[parent, tokens])
         return _Request(len(drawn.prompt), drawn.output_tokens, keys)
 
     def finish(self) -> BatchFigures:
         while self._waiting or self._running:
-            plan = self._mixed() if self._chunked else self._prompts() or self._pieces(1 << 30)
+            plan = (
+                self._plan_mixed()
+                if self._chunked
+                else self._plan_prompts() or self._plan_pieces(1 << 30)
+            )
             assert plan, "all requests wait for blocks"
             self._run(plan)
         return self.figures
 
     # -- the plan: requests, each with the end of its piece --
 
-    def _mixed(self) -> list[tuple[_Request, int]]:
-        plan = self._pieces(self._budget)
+    def _plan_mixed(self) -> list[tuple[_Request, int]]:
+        plan = self._plan_pieces(self._budget)
         left = self._budget - sum(stop - request.computed for request, stop in plan)
-        while left > 0 and (request := self._admitted()) is not None:
+        while left > 0 and (request := self._admit_next()) is not None:
             stop = min(request.computed + left, request.length)
             left -= stop - request.computed
             plan.append((request, stop))
         return plan
 
-    def _prompts(self) -> list[tuple[_Request, int]]:
+    def _plan_prompts(self) -> list[tuple[_Request, int]]:
         plan: list[tuple[_Request, int]] = []
         left = self._budget
         while self._waiting and self._waiting[0].length <= (left if plan else 1 << 30):
-            request = self._admitted()
+            request = self._admit_next()
             if request is None:
                 break
             left -= request.length - request.computed
             plan.append((request, request.length))
         return plan
 
-    def _pieces(self, left: int) -> list[tuple[_Request, int]]:
+    def _plan_pieces(self, left: int) -> list[tuple[_Request, int]]:
         """Return a piece of each running request; the latest give up their blocks if blocks are lacking."""
         plan = []
         queue, kept = deque(self._running), []
@@ -173,10 +177,10 @@ class VllmBatch:
 
     def _grow(self, request: _Request, num_new: int) -> None:
         for _ in range(num_new):
-            request.blocks.append(next(self._fresh))
+            request.blocks.append(next(self._new_keys))
             self._cache.take(request.blocks[-1])
 
-    def _admitted(self) -> _Request | None:
+    def _admit_next(self) -> _Request | None:
         """Give the next waiting request its blocks, or return None."""
         if not self._waiting or len(self._running) >= REQUESTS_MAX:
             return None

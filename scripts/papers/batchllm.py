@@ -162,7 +162,7 @@ def _runs(
     return [system(machine, shape, seed) for seed in range(extent.seeds)]
 
 
-def _times(slow: Sequence[BatchFigures], fast: Sequence[BatchFigures]) -> Spread:
+def _speedup(slow: Sequence[BatchFigures], fast: Sequence[BatchFigures]) -> Spread:
     return ratio(*([each.seconds for each in runs] for runs in (slow, fast)))
 
 
@@ -188,7 +188,7 @@ def table_1(case: Case, extent: Extent) -> Iterator[Row]:
     best = found["BatchLLM"]
     for name in ("vLLM + c", "vLLM + p + c"):
         claim = about(theirs["BatchLLM"] / theirs[name])
-        yield row(f"{case.name}: BatchLLM over {name}", claim, _times(found[name], best)).because(
+        yield row(f"{case.name}: BatchLLM over {name}", claim, _speedup(found[name], best)).because(
             f"{_saved(best).shown('{:.0f} %')} of the prompt tokens saved, "
             f"{_saved(found[name]).shown('{:.0f} %')} with {name}; all kernels are equally fast here"
         )
@@ -211,7 +211,7 @@ def panel(machine: Machine, extent: Extent) -> Iterator[Row]:
         for lengths, degree in product(LENGTHS, DEGREES):
             shape = shape_named(f"{lengths}x{degree}")
             runs = (_runs(each, machine, shape, extent) for each in (system, BATCHLLM))
-            gains[lengths, degree] = _times(*runs)
+            gains[lengths, degree] = _speedup(*runs)
         shown = ", ".join(
             f"{lengths} x {degree}: {gain.median:.2f}" for (lengths, degree), gain in gains.items()
         )
@@ -267,7 +267,7 @@ def ablation(extent: Extent) -> Iterator[Row]:
             ("both", both),
         ):
             runs = _runs(engine, low_rows, shape, extent)
-            best.append(_times(plain, runs))
+            best.append(_speedup(plain, runs))
             medians = (Spread(each.iterations for each in some).median for some in (plain, runs))
             steps = " to ".join(f"{each:,.0f}" for each in medians)
             reason = (
@@ -290,7 +290,7 @@ def ablation(extent: Extent) -> Iterator[Row]:
             yield Row("figure 7b", name, claim, ratio(values[1], values[0])).because(
                 f"{shown} {'seconds' if what == 'time' else what}; {why}"
             )
-        evenly = _times(*(_runs(each, CASES[0].machine, shape, extent) for each in (base, both)))
+        evenly = _speedup(*(_runs(each, CASES[0].machine, shape, extent) for each in (base, both)))
         name = "throughput with both, if kernels were as efficient on few rows as on many"
         yield Row("figure 7a", f"{sharing}: {name}", no_claim(), evenly).because(
             "without tiles and unhidden share, as in table 1"

@@ -139,7 +139,7 @@ def figure_2_3(extent: Extent) -> Iterator[Row]:
 def figure_2_5(extent: Extent) -> Iterator[Row]:
     """Eight requests, a time unit for each cell, batches of four: exact, whatever the seeds.
 
-    The text gives the first four lengths and tasks. Of the others it says only that the longest is 7.
+    The text gives the first four lengths and tasks. It says only that the longest of the others has 7 cells.
     """
     row = partial(Row, "figure 2.5")
     cell = CellType("cell", 0, batch_max=4, batch_min=4)
@@ -365,9 +365,9 @@ def figure_2_14(extent: Extent) -> Iterator[Row]:
     """TreeLSTM on random binary trees with 19 leaves on average."""
     row, load = partial(Row, "figure 2.14"), Load(parsed, 0.8, extent.seeds)
     ours, dynet = load.p90_ms(TREES, 1e3), load.p90_ms(DYNET, 1e3)
-    slow = "a small batch is taken to cost as much as one of 64, and the cost of 64 is fitted to the peak"
-    yield row("TreeLSTM, cellular: P90 at 1,000 requests/s", absolute(6.8, MS), ours, slow)
-    yield row("TreeLSTM, DyNet: P90 at 1,000 requests/s", absolute(9.5, MS), dynet, slow)
+    reason = "a small batch is assumed to cost as much as a batch of 64, whose cost is fitted to the peak"
+    yield row("TreeLSTM, cellular: P90 at 1,000 requests/s", absolute(6.8, MS), ours, reason)
+    yield row("TreeLSTM, DyNet: P90 at 1,000 requests/s", absolute(9.5, MS), dynet, reason)
     name = "TreeLSTM, 1,000 requests/s: reduction of the P90, compared with DyNet"
     yield row(name, improvement(28), _saved(ours, dynet), "a tree joins the batch that runs")
     fold = _saved(load.p90_ms(TREES, 300), load.p90_ms(FOLD, 300))

@@ -72,22 +72,22 @@ class Query(NamedTuple):
 
 def first_set(seed: int, times: int, count: int = 120) -> list[Query]:
     """Draw queries: a quarter have long prompts, another quarter long replies. `times` multiplies lengths."""
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
 
     def length(is_long: bool) -> int:
-        words = drawn.randint(3000, 5000) if is_long else drawn.randint(24, 400)
+        words = rng.randint(3000, 5000) if is_long else rng.randint(24, 400)
         return int(words * TOKENS_PER_WORD * times)
 
     kinds = [(True, False), (False, True), (False, False), (False, False)] * (count // 4)
-    drawn.shuffle(kinds)
+    rng.shuffle(kinds)
     return [Query(length(long_in), length(long_out)) for long_in, long_out in kinds]
 
 
 def second_set(seed: int, count: int = 30) -> list[Query]:
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
 
     def length() -> int:
-        return int(drawn.randint(24, 200) * TOKENS_PER_WORD)
+        return int(rng.randint(24, 200) * TOKENS_PER_WORD)
 
     return [Query(length(), length()) for _ in range(count)]
 
@@ -139,7 +139,7 @@ class PaddedSlots:
         lengths = sorted(each.input_tokens for each in queries)
         for first in range(0, len(lengths), self.num_slots):
             group = lengths[first : first + self.num_slots]
-            self._take([(0, group[-1])] * len(group), [], 0)
+            self._advance([(0, group[-1])] * len(group), [], 0)
 
     def _insert(self, new: Sequence[Query], slots: list[_Slot], end: int) -> int:
         """Add queries to the slots; return the last column."""
@@ -158,9 +158,13 @@ class PaddedSlots:
     def _step(self, tokens: int, slots: Sequence[_Slot], end: int, num_old: int = 0) -> None:
         """Run a step with `tokens` columns in every slot; the first `num_old` slots compute only padding."""
         first = min((slot.begin for slot in slots if slot.left), default=end)
-        self._take([(end - tokens - first, end - first)] * len(slots), slots[num_old:], end - first)
+        self._advance(
+            [(end - tokens - first, end - first)] * len(slots), slots[num_old:], end - first
+        )
 
-    def _take(self, spans: Sequence[tuple[int, int]], slots: Sequence[_Slot], width: int) -> None:
+    def _advance(
+        self, spans: Sequence[tuple[int, int]], slots: Sequence[_Slot], width: int
+    ) -> None:
         at, num_ended, num_tokens, _ = self.moments[-1]
         for slot in slots:
             if slot.left:
@@ -223,6 +227,7 @@ def table_1(extent: Extent) -> Iterator[Row]:
 
 def table_2(extent: Extent) -> Iterator[Row]:
     row = partial(Row, "table 2")
+    # Sets of 30 queries differ widely.
     drawn = [second_set(seed) for seed in range(QUERY_SETS * extent.seeds)]
     for batch, (benchmark, baton) in TABLE_2.items():
         runs = _runs(RTX_4090, batch, drawn, ("Benchmark", "Baton-PD"))
@@ -263,7 +268,7 @@ def _over_time(batch: int, runs: dict[str, list[list[Moment]]]) -> Iterator[Row]
     yield row(8, "largest KV", about(1.0), _kv_max).because(
         "both have as many slots, and padding keeps a slot as wide as the widest"
     )
-    yield row(8, "mean share of the largest KV", more(), _filled).because(
+    yield row(8, "mean share of the largest KV", more(), _mean_kv_share).because(
         "Benchmark frees all KV after each batch: a sawtooth"
     )
 
@@ -272,7 +277,7 @@ def _kv_max(moments: Sequence[Moment]) -> int:
     return max(each.kv_tokens for each in moments)
 
 
-def _body(moments: Sequence[Moment]) -> list[Moment]:
+def _busy_moments(moments: Sequence[Moment]) -> list[Moment]:
     """Return the moments before the last slots run empty: while at most 70 % of the queries have ended."""
     last = moments[-1].num_ended
     return [each for each in moments if each.num_ended <= 0.7 * last]
@@ -285,13 +290,13 @@ def _longest_pause(moments: Sequence[Moment]) -> float:
 
 def _variation(moments: Sequence[Moment]) -> float:
     """Return the deviation of the token rate over its mean, in windows of 20 steps."""
-    body = _body(moments)[::20]
+    body = _busy_moments(moments)[::20]
     rates = [(b.num_tokens - a.num_tokens) / (b.at - a.at) for a, b in pairwise(body)]
     return statistics.pstdev(rates) / statistics.mean(rates)
 
 
-def _filled(moments: Sequence[Moment]) -> float:
-    body = _body(moments)
+def _mean_kv_share(moments: Sequence[Moment]) -> float:
+    body = _busy_moments(moments)
     weighted = sum(b.kv_tokens * (b.at - a.at) for a, b in pairwise(body))
     return weighted / (body[-1].at * _kv_max(moments))
 

@@ -9,8 +9,8 @@ The *effect* of a ratio is its distance from 1. An absolute value (a time, a rat
     not reproduced  otherwise
 
 If the paper's text has a direction but no number, the best verdict is "same shape", and the effect must be at
-least EFFECT_MIN times the neutral value, or 1 if the neutral value is 0 (a percentage point). Without a claim
-of the paper there is no verdict.
+least EFFECT_MIN times the neutral value (the value without any effect), or 1 if the neutral value is 0 (a
+percentage point). Without a claim of the paper there is no verdict.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TIMES = "{:.2f} x"
 class Claim:
     """What a paper says about a value, and how the value is printed.
 
-    In a range, `least` has the smaller effect. If the number is `neutral`, the claim is that there is no
-    effect: it is reproduced or not.
+    In a range, `least` has the smaller effect. If the number equals `neutral`, the paper claims that there is
+    no effect, and the verdict is never "same shape".
     """
 
     least: float
@@ -74,7 +74,10 @@ class Claim:
         return SAME_SHAPE if same_side and least <= size <= most else NOT_REPRODUCED
 
     def _has_half(self, value: float) -> bool:
-        """Return whether a value has half of the effect: one without any may be within TOLERANCE."""
+        """Return whether a value has at least half of the claimed effect.
+
+        If the claimed effect is small, even a value without any effect is within TOLERANCE.
+        """
         if self.neutral is None or self.least == self.neutral:
             return True
         return (value - self.neutral) / (self.least - self.neutral) >= 0.5

@@ -3,7 +3,7 @@
 The load is single requests, the first rounds of conversations. The systems are those of
 scripts/measurements/servers.py. `streamed` is our scheduler with turns whose KV stays on the host
 (core/streaming.py). Each panel has the throughput while requests wait, and the latency bound at the load that
-fills the device. The bound is the longest time between two tokens of one reply. It differs much between
+fills the device. The bound is the longest time between two tokens of one reply. It varies widely between
 loads, so the table has its range.
 
 The paper assumes that KV can be copied as fast as attention reads it. `fast link` is such a link. The links
@@ -38,7 +38,7 @@ MACHINES = {
 STREAMED, FAST_LINK = "streamed", "streamed, fast link"
 OTHERS = {"vllm": "vLLM", "orca": "Orca", "fastserve": "FastServe"}
 REQUESTS_MIN = 400
-AT_ONCE = 1e6  # requests per second: all are there at the start
+AT_ONCE = 1e6  # requests per second: all requests arrive at the start
 
 
 def panel(model: str, machine: str, extent: Extent, kv_tokens: int | None = None) -> Iterator[Row]:
@@ -90,7 +90,7 @@ def panel(model: str, machine: str, extent: Extent, kv_tokens: int | None = None
     bounds = {key: Spread(each.bound for each in some) for key, some in loaded.items()}
     what = f"{name}: latency bound, vLLM over {FAST_LINK}"
     yield Row("figure 12", what, about(3.0), ratio(bounds["vllm"], bounds[FAST_LINK])).because(
-        "a single late token decides each bound, so the ratio differs much between loads"
+        "a single late token decides each bound, so the ratio varies widely between loads"
     )
     for system, found in bounds.items():
         what = f"{name}: latency bound, {OTHERS.get(system, system)}"

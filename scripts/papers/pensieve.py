@@ -63,11 +63,12 @@ def gains(gain: Gain, extent: Extent) -> Iterator[Row]:
     guesses = dict(zip(systems, gain.guesses, strict=True))
     limits = {name: search.at_limit(each, guesses[name]) for name, each in systems.items()}
     speeds = {name: [each.tokens_per_second for each in found] for name, found in limits.items()}
-    again = {name: _computed_again(found).shown("{:.1f}") for name, found in limits.items()}
+    recomputed = {name: _computed_again(found).shown("{:.1f}") for name, found in limits.items()}
     for other in ("vLLM-like", "GPU cache"):
         ours = ratio(speeds["Pensieve"], speeds[other])
         yield row(f"{model}: throughput over {other}", about(gain.paper), ours).because(
-            f"tokens computed again for each output token: {again[other]}, with Pensieve {again['Pensieve']}"
+            f"tokens computed again for each output token: {recomputed[other]}, "
+            f"with Pensieve {recomputed['Pensieve']}"
         )
     if MODELS[model].kv_heads < MODELS[model].heads:
         yield _old_kernel(search, gain, systems)
@@ -197,9 +198,11 @@ def policies(extent: Extent) -> Iterator[Row]:
         ),
     ):
         found, profile = runs(replace(value, cost=cost)), cost.recompute(CHUNK_TOKENS)
-        dear = profile.chunk_seconds(CONTEXT_MAX) / profile.chunk_seconds(0)
+        cost_ratio = profile.chunk_seconds(CONTEXT_MAX) / profile.chunk_seconds(0)
         row = partial(
-            Row, "figure 3.14", reason=f"the dearest chunk costs {dear:.1f} x the cheapest, {why}"
+            Row,
+            "figure 3.14",
+            reason=f"the most expensive chunk costs {cost_ratio:.1f} x the cheapest, {why}",
         )
         name = f"opt-13b, cost of a chunk {what}: history found in memory, `value` minus `lru`"
         yield row(name, improvement(4.4, form="{:+.1f} points"), best(points))

@@ -31,7 +31,7 @@ from pensieve.sim.cost import CostModel, ModelPreset
 from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
-from scripts.measurements.replica import Admitted, Replica, Window, row_of
+from scripts.measurements.replica import AdmissionObserver, Replica, Window, row_of
 
 
 def stage_of(model: ModelPreset, num_stages: int) -> ModelPreset:
@@ -77,7 +77,7 @@ def run_pipeline(
     If an engine handles the stages itself, there is only one engine.
     """
     number, stages = num_stages // engine.stages, Stages(num_stages)
-    admitted = Admitted(window.counted_from)
+    admitted = AdmissionObserver(window.counted_from)
     simulators: list[Simulator] = []
     for index, part in enumerate(tee(arrivals, number)):
         simulator = engine.simulator(window)
@@ -89,9 +89,9 @@ def run_pipeline(
             simulator.counts = simulators[0].counts
         simulator.begin(islice(part, index, None, number))
         simulators.append(simulator)
-    going = list(simulators)
-    while going:
-        behind = min(going, key=lambda each: each.clock.now())
-        if not behind.advance():
-            going.remove(behind)
+    active = list(simulators)
+    while active:
+        next_simulator = min(active, key=lambda each: each.clock.now())
+        if not next_simulator.advance():
+            active.remove(next_simulator)
     return row_of(simulators, admitted, window)

@@ -8,11 +8,11 @@ Each request is a new conversation without cached history. These systems have ou
     Orca            whole prompts, any number, together with the generating turns. KV and activations are
                     reserved for the longest context of each turn, so few turns run at once
 
-**Capacity** (figures 9 and 10) is the highest load at which the P99 between tokens meets an objective and the
-median time in the queue is within 2 s. The objectives follow the paper's rule: 5 and 25 times the duration of
-an iteration of 32 turns with contexts of 4,096 tokens. LLaMA2-70B and Falcon-180B run in two pipeline stages
-(pipeline.py). Sarathi has one engine, like the daemon with `--pipeline-stages 2`. vLLM and Orca have one
-engine per batch in flight. Rates lie on a grid with steps of 2^(1/8).
+**Capacity** (figures 9 and 10) is the highest load at which the P99 time between tokens meets an objective
+and the median time in the queue is within 2 s. The objectives follow the paper's rule: 5 and 25 times the
+duration of an iteration of 32 turns with contexts of 4,096 tokens. LLaMA2-70B and Falcon-180B run in two
+pipeline stages (pipeline.py). Sarathi has one engine, like the daemon with `--pipeline-stages 2`. vLLM and
+Orca have one engine per batch in flight. Rates lie on a grid with steps of 2^(1/8).
 
 **Table 4.** The rate is not published. So `_rate_with` finds the rate at which the combined scheduler's
 median time to the first token equals the paper's. The simulation then predicts everything else.
@@ -248,18 +248,18 @@ def iterations(extent: Extent) -> Iterator[Row]:
         "up to about 150 tokens, reading the weights takes longer than computing, but here 70 % of the "
         "computing is not hidden behind it"
     )
-    full, cut, over = [], [], "32 decodes (contexts of 4,096)"
+    full, cut, batch_name = [], [], "32 decodes (contexts of 4,096)"
     whole_llama = CostModel.of(MODELS["llama2-70b"], A100_FOUR)  # figures 9 and 10 have other GPUs
     for cost, budget in ((MISTRAL.cost, 256), (whole_llama, 512)):
         time, batch = cost.iteration_seconds, [(CONTEXT, CONTEXT + 1)] * BATCH
         full.append(time([*batch, (0, CONTEXT)]) / time(batch))
         cut.append(time([*batch, (CONTEXT - budget, CONTEXT - BATCH)]) / time(batch))
-    name = f"{over}: time with a whole prompt of 4,096 tokens, over time without"
+    name = f"{batch_name}: time with a whole prompt of 4,096 tokens, over time without"
     yield Row("figure 8", name, about(28.3), Spread([max(full)])).because(
         f"mistral-7b on one A100 {full[0]:.1f} x, llama2-70b on four A100 {full[1]:.1f} x; prompt and batch "
         "are not in the paper's text"
     )
-    name = f"{over}: time with a piece of a prompt, over time with the whole prompt"
+    name = f"{batch_name}: time with a piece of a prompt, over time with the whole prompt"
     yield Row("figure 8", name, less(), Spread([max(ratio(cut, full))])).because(
         "a piece adds only the rest of the token budget"
     )
