@@ -159,7 +159,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(NO_CLUSTER)
         return 1
     with deploying.connected(address):
-        state = deploying.look()
+        state = deploying.read_state()
     print(f"{state.status.lower() or 'nothing deployed'}: {state.running} of {state.wanted} run")
     for each in state.replicas:
         print(

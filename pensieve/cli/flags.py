@@ -15,7 +15,7 @@ from pensieve.config import (
     Resolved,
     Table,
     print_settings,
-    removed,
+    removed_setting_error,
     resolve,
     settings_for,
 )
@@ -120,7 +120,7 @@ def with_settings(
     def run(arguments: argparse.Namespace) -> int:
         for name in REMOVED_SETTINGS:
             if getattr(arguments, REMOVED_FLAG + name, None) is not None:
-                raise removed("--" + name.replace("_", "-"), name)
+                raise removed_setting_error("--" + name.replace("_", "-"), name)
         table: Table = arguments.table
         flags = {setting.name: getattr(arguments, setting.name) for setting in table}
         resolved = resolve(flags, os.environ, arguments.config, table)

@@ -615,9 +615,9 @@ class Settings:
 ALL: Table = tuple(replace(each.metadata["setting"], name=each.name) for each in fields(Settings))
 
 
-def settings_for(*concerned: str) -> Table:
+def settings_for(*parts: str) -> Table:
     """Return the settings of one or several parts of the program."""
-    return tuple(each for each in ALL if not set(concerned).isdisjoint(each.used_by))
+    return tuple(each for each in ALL if not set(parts).isdisjoint(each.used_by))
 
 
 ENGINE_SETTINGS = settings_for(ENGINE)
