@@ -2,7 +2,7 @@
 
 The command connects to the socket in the data folder, which only the folder's owner may open, or to --address
 with an admin token. It never opens the history itself. With --replicas or several addresses, it shows several
-daemons (admin_fleet.py), and with --replica one of them."""
+daemons (admin_fleet.py), or with --replica only one daemon."""
 
 from __future__ import annotations
 

@@ -167,9 +167,8 @@ class TurnCourse:
         self._failure: PensieveError | None = None
         self._reader_stopped = False
         self._is_late = False  # the turn has timed out, but its reply was complete
-        self._kept_text = (
-            ""  # what the history keeps of a stopped turn; empty until the server has answered
-        )
+        # What the history keeps of a stopped turn; empty until the server has answered.
+        self._kept_text = ""
 
     @property
     def under_way(self) -> bool:
