@@ -132,7 +132,7 @@ class Settings:
     tool_calls: str = _setting(
         choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),
         "auto",
-        "format of the model's tool calls; auto: found from its template and tokenizer; none: calls stay text",
+        "format of the model's tool calls; auto: from its template and tokenizer; none: calls stay text",
         "auto|hermes|llama|mistral|pythonic|none",
         used_by=(SERVE,),
         group="model",
@@ -173,7 +173,7 @@ class Settings:
     policy: str = _setting(
         choice(*POLICY_NAMES),
         "return",
-        "eviction policy; return learns which conversations come back (`pensieve simulate` compares policies)",
+        "eviction policy; return learns which conversations come back. `pensieve simulate` compares them all",
         "|".join(POLICY_NAMES),
         group="cache and scheduling",
     )
