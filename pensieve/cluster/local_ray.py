@@ -179,8 +179,8 @@ def check_free(host: str, port: int) -> None:
 
 
 def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as found:
-        port: int = found.getsockname()[1]
+    with socket.create_server((HOST, 0)) as server:
+        port: int = server.getsockname()[1]
         return port
 
 
