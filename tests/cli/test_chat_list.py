@@ -40,7 +40,7 @@ def test_a_page_has_ten_conversations_and_numbers_continue(tmp_path: Path) -> No
         assert first[0].split() == ["title", "age", "messages", "tokens", "cached", "id"]
         assert [line.split()[-1] for line in first[1:]] == [
             *(f"trip-{each:02}" for each in range(11, 1, -1)),
-            "ones",
+            "conversations",
         ]
         assert first[1].startswith("   1  Where to, day 11?  ")
         assert " device  trip-11" in first[1]
