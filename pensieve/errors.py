@@ -55,7 +55,7 @@ def one_line(error: BaseException) -> str:
 
 
 def whole_line(error: BaseException) -> str:
-    """Return the whole message of an error in one line. If it is no PensieveError, its class comes first."""
+    """Return the whole message of an error in one line, after the class unless it is a PensieveError."""
     text = _unbroken(error)
     return text if isinstance(error, PensieveError) else f"{type(error).__name__}: {text}"
 
@@ -135,7 +135,7 @@ class TurnRunning(PensieveError):
 
 
 class StaleRevision(PensieveError):
-    """The conversation is at revision `actual`, not at the expected one: read it again."""
+    """The conversation is at revision `actual`, not at the expected revision: read the conversation again."""
 
     grpc_status = "FAILED_PRECONDITION"
     reason = "STALE_REVISION"

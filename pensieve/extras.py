@@ -57,10 +57,10 @@ def package_of(error: ModuleNotFoundError) -> str | None:
 
 def requirements(extra: str) -> list[str]:
     """Return the requirements of an extra, in the format of `pip install`."""
-    found = re.compile(r"^(?P<package>[^;]+?) *; .*extra == ['\"](?P<extra>[^'\"]+)['\"]")
+    pattern = re.compile(r"^(?P<package>[^;]+?) *; .*extra == ['\"](?P<extra>[^'\"]+)['\"]")
     lines = metadata.requires(DISTRIBUTION) or []
     return [
         match["package"]
         for line in lines
-        if (match := found.match(line)) is not None and match["extra"] == extra
+        if (match := pattern.match(line)) is not None and match["extra"] == extra
     ]

@@ -68,7 +68,9 @@ STARTING = (
     "TZ",
 )
 SET_LATER = ("PYTHONUNBUFFERED",)  # also takes effect in a forked process
-TIED = "pensieve.cluster.tied"  # ends with its parent, so the parent must be the real one
+TIED = (
+    "pensieve.cluster.die_with_parent"  # ends with its parent, so the parent must be the real one
+)
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 

@@ -2,7 +2,7 @@
 
 The command connects to the socket in the data folder, which only the folder's owner may open, or to --address
 with an admin token. It never opens the history itself. With --replicas or several addresses, it shows several
-daemons (admin_fleet.py), and with --replica one of them."""
+daemons (admin_fleet.py), or with --replica only one daemon."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def add_parser(commands: Any) -> None:
 
     command("info", info, "show which model the daemon serves, and how")
     command("stats", print_stats, "print the figures of the daemon once")
-    watching = command("watch", watch, "show the figures of the daemon, and update them")
-    watching.add_argument(
+    watch_parser = command("watch", watch, "show the figures of the daemon, and update them")
+    watch_parser.add_argument(
         "--interval",
         type=float,
         default=1.0,
@@ -62,13 +62,15 @@ def add_parser(commands: Any) -> None:
         help="time between updates (default: 1)",
     )
     command("metrics", metrics, "print the metrics that Prometheus scrapes")
-    listing = command("conversations", conversations, "list the conversations that are cached")
-    listing.add_argument(
+    conversations_parser = command(
+        "conversations", conversations, "list the conversations that are cached"
+    )
+    conversations_parser.add_argument(
         "--least-valuable",
         action="store_true",
         help="list the conversations that would be evicted first, instead of the largest",
     )
-    listing.add_argument(
+    conversations_parser.add_argument(
         "--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)"
     )
     for name, act, text in (
@@ -79,16 +81,16 @@ def add_parser(commands: Any) -> None:
         ),
         ("evict", evict, "drop the KV cache of a conversation; its history stays"),
     ):
-        one = command(name, act, text)
-        one.add_argument("conversation", metavar="ID", help="id of the conversation")
-        one.add_argument(
+        subcommand = command(name, act, text)
+        subcommand.add_argument("conversation", metavar="ID", help="id of the conversation")
+        subcommand.add_argument(
             "--tenant",
             default="",
             metavar="NAME",
-            help="tenant of the conversation, if several tenants have one with this ID",
+            help="tenant of the conversation, if several tenants have a conversation with this ID",
         )
         if name == "evict":
-            one.add_argument(
+            subcommand.add_argument(
                 "--to-host", action="store_true", help="move the KV to the host tier instead"
             )
     command("check", check, "check all invariants of the daemon; exit code 1 if one is violated")
@@ -100,15 +102,15 @@ def add_parser(commands: Any) -> None:
             "list the batch jobs of all tenants, or pause, resume, cancel or delete some",
         )
     )
-    listed = command(
+    prefixes_parser = command(
         "prefixes", prefixes, "list the declared prefixes of all tenants, or delete one"
     )
-    listed.add_argument(
+    prefixes_parser.add_argument(
         "--delete",
         metavar="ID",
         help="delete this prefix; conversations that began with it are unchanged",
     )
-    listed.add_argument(
+    prefixes_parser.add_argument(
         "--tenant", default="", metavar="NAME", help="tenant of the prefix to delete"
     )
     command("drain", drain, "let the daemon finish its running turns and exit")
@@ -122,14 +124,14 @@ def _run(
     from pensieve.client import Retry
     from pensieve.client.admin import Admin
 
-    several = admin_fleet.several(resolved)
-    if several is not None and not arguments.replica:
-        return admin_fleet.run(arguments, resolved, several)
-    if several is not None:
-        address = admin_fleet.named(several, arguments.replica).address
+    discovery = admin_fleet.discovery_of(resolved)
+    if discovery is not None and not arguments.replica:
+        return admin_fleet.run(arguments, resolved, discovery)
+    if discovery is not None:
+        address = admin_fleet.replica_named(discovery, arguments.replica).address
         tls = tls_to(address, resolved)
     else:
-        admin_fleet.check_alone(arguments)
+        admin_fleet.refuse_fleet_flags(arguments)
         address, tls = address_of(resolved)
     token = resolved.settings.token
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
@@ -257,9 +259,9 @@ def explain(admin: Admin, arguments: argparse.Namespace) -> int:
 
 def evict(admin: Admin, arguments: argparse.Namespace) -> int:
     num_chunks = admin.evict(arguments.conversation, arguments.tenant, arguments.to_host)
-    what = "moved" if arguments.to_host else "dropped"
-    figures = json.dumps({f"chunks_{what}": num_chunks})
-    print(figures if arguments.json else f"{num_chunks} chunks {what}")
+    result = "moved" if arguments.to_host else "dropped"
+    figures = json.dumps({f"chunks_{result}": num_chunks})
+    print(figures if arguments.json else f"{num_chunks} chunks {result}")
     return 0
 
 
@@ -289,15 +291,15 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
         limits = each.limits
         table.add_row(
             each.name or "(none)",
-            _of(each.turns, limits.turns_max),
-            _of(each.calls, limits.calls_max),
-            _of(each.stored_bytes / MIB, limits.storage_bytes / MIB, "MiB"),
-            _of(each.prefixes, limits.prefixes_max),
-            _of(each.unread_bytes / MIB, limits.unread_bytes / MIB, "MiB"),
-            _of(each.tokens_saved, limits.tokens_per_second, "/s")
+            _amount_text(each.turns, limits.turns_max),
+            _amount_text(each.calls, limits.calls_max),
+            _amount_text(each.stored_bytes / MIB, limits.storage_bytes / MIB, "MiB"),
+            _amount_text(each.prefixes, limits.prefixes_max),
+            _amount_text(each.unread_bytes / MIB, limits.unread_bytes / MIB, "MiB"),
+            _amount_text(each.tokens_saved, limits.tokens_per_second, "/s")
             if limits.tokens_per_second
             else "",
-            _of(each.requests_saved, limits.requests_per_second, "/s")
+            _amount_text(each.requests_saved, limits.requests_per_second, "/s")
             if limits.requests_per_second
             else "",
             f"{limits.weight:g}",
@@ -306,9 +308,9 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of(taken: float, most: float, unit: str = "") -> str:
+def _amount_text(used: float, limit: float, unit: str = "") -> str:
     """Format a used amount and its limit. A limit of 0 means that there is no limit."""
-    words = f"{taken:,.4g}" + (f" of {most:,.4g}" if most else "")
+    words = f"{used:,.4g}" + (f" of {limit:,.4g}" if limit else "")
     return f"{words} {unit}" if unit else words
 
 
@@ -349,10 +351,10 @@ def drain(admin: Admin, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(what: RenderableType) -> None:
+def _print(table: RenderableType) -> None:
     from pensieve.bench.report import print_whole
 
-    print_whole(what)
+    print_whole(table)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -371,7 +373,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--tenant",
         default="",
         metavar="NAME",
-        help="tenant of the jobs, if several tenants have one with this ID; with list: only its jobs",
+        help="tenant of the jobs, if several tenants have a job with this ID; with list: only its jobs",
     )
 
 
@@ -386,8 +388,8 @@ def jobs(admin: Admin, arguments: argparse.Namespace) -> int:
         return 0
     if not wanted:
         raise InvalidArgument("ID", f"name the jobs to {action}; `pensieve admin jobs` lists them")
-    chosen = [_one(found, job_id) for job_id in wanted]  # check all before acting on one
-    done = [_act(admin, action, job) for job in chosen]
+    chosen = [_job_with_id(found, job_id) for job_id in wanted]  # check all before changing any
+    done = [_change_job(admin, action, job) for job in chosen]
     if arguments.json:
         print(json.dumps({"jobs": done}))
     else:
@@ -396,7 +398,7 @@ def jobs(admin: Admin, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _one(found: list[Job], job_id: str) -> Job:
+def _job_with_id(found: list[Job], job_id: str) -> Job:
     """Return the job with this id. Raises InvalidArgument if several tenants have a job with this id."""
     matching = [job for job in found if job.job_id == job_id]
     if not matching:
@@ -409,12 +411,12 @@ def _one(found: list[Job], job_id: str) -> Job:
     return matching[0]
 
 
-def _act(admin: Admin, action: str, job: Job) -> dict[str, Any]:
+def _change_job(admin: Admin, action: str, job: Job) -> dict[str, Any]:
     if action == "delete":
         admin.jobs.delete(job.job_id, tenant=job.tenant)
         return {"job_id": job.job_id, "tenant": job.tenant, "state": "deleted"}
-    act = {"pause": admin.jobs.pause, "resume": admin.jobs.resume, "cancel": admin.jobs.cancel}
-    return _plain(act[action](job.job_id, tenant=job.tenant))
+    calls = {"pause": admin.jobs.pause, "resume": admin.jobs.resume, "cancel": admin.jobs.cancel}
+    return _plain(calls[action](job.job_id, tenant=job.tenant))
 
 
 def _plain(job: Job) -> dict[str, Any]:

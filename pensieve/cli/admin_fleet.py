@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 ALL = "all"  # value of --replicas
 PARTIAL = 7  # exit code if some replicas did not answer
 WAIT_SECONDS = {"metrics": 3.0, "check": 60.0, "conversations": 30.0, "explain": 30.0}
-OTHERS_SECONDS = 5.0
+OTHERS_SECONDS = 5.0  # for the other commands
 WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the flags for several daemons to the command `name`."""
-    parser.add_argument(
-        "--replica", default="", metavar="NAME", help="ask only this one of --replicas"
-    )
-    if name not in ACTS:
+    parser.add_argument("--replica", default="", metavar="NAME", help="ask only this replica")
+    if name not in HANDLERS:
         return
     seconds = WAIT_SECONDS.get(name, OTHERS_SECONDS)
     parser.add_argument(
@@ -61,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         )
 
 
-def several(resolved: Resolved) -> Discovery | None:
+def discovery_of(resolved: Resolved) -> Discovery | None:
     """Return the discovery of the given replicas, or None if the command is for one daemon."""
     from pensieve.client.fleet import FixedReplicas, SharedReplicas, replicas_of
 
@@ -69,8 +67,8 @@ def several(resolved: Resolved) -> Discovery | None:
     if replicas and replicas.startswith(("history://", "historys://")):
         raise InvalidArgument("--replicas", f"names a history service: {MOVED_HISTORY}")
     if replicas == ALL:
-        asked, tls = address_of(resolved)
-        return SharedReplicas(asked, token=resolved.settings.token, tls=tls)
+        known_address, tls = address_of(resolved)
+        return SharedReplicas(known_address, token=resolved.settings.token, tls=tls)
     if replicas and resolved.sources["daemon"] == "flag":
         raise InvalidArgument(
             "--address", "cannot be combined with --replicas, which already names the daemons"
@@ -82,29 +80,29 @@ def several(resolved: Resolved) -> Discovery | None:
     return None
 
 
-def named(discovery: Discovery, name: str) -> Replica:
-    replicas = asyncio.run(listed(discovery))
+def replica_named(discovery: Discovery, name: str) -> Replica:
+    replicas = asyncio.run(list_replicas(discovery))
     for each in replicas:
         if each.name == name:
             return each
     raise NotFound(f"there is no replica {name!r}; there are {_names(replicas)}")
 
 
-def check_alone(arguments: argparse.Namespace) -> None:
+def refuse_fleet_flags(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgument for flags that have no effect with one daemon."""
     for flag in ("replica", "listen"):
         if getattr(arguments, flag, ""):
             raise InvalidArgument(f"--{flag}", "needs several daemons: pass --replicas NAME=A,…")
 
 
-async def listed(discovery: Discovery) -> Sequence[Replica]:
+async def list_replicas(discovery: Discovery) -> Sequence[Replica]:
     return await discovery.list_replicas()
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved, discovery: Discovery) -> int:
-    act = ACTS.get(arguments.kind)
-    if act is None:
-        replicas = asyncio.run(listed(discovery))
+    handler = HANDLERS.get(arguments.kind)
+    if handler is None:
+        replicas = asyncio.run(list_replicas(discovery))
         raise InvalidArgument(
             "--replica", f"is missing: {arguments.kind} works on one of {_names(replicas)}"
         )
@@ -117,7 +115,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved, discovery: Discovery)
         tls = resolved.settings.tls_ca or bool(resolved.settings.tls)
         token = resolved.settings.token
         async with Fleet(discovery, token=token, tls=tls, seconds=arguments.wait) as fleet:
-            return await act(fleet, arguments)
+            return await handler(fleet, arguments)
 
     return asyncio.run(go())
 
@@ -128,7 +126,7 @@ async def stats(fleet: Fleet, arguments: argparse.Namespace) -> int:
         print(json.dumps(_stats_values(found)))
     else:
         show(stats_table(found))
-    return _code(found)
+    return _exit_code(found)
 
 
 async def watch(fleet: Fleet, arguments: argparse.Namespace) -> int:
@@ -164,9 +162,9 @@ async def metrics(fleet: Fleet, arguments: argparse.Namespace) -> int:
         print(json.dumps({"replicas": _rows(found), "partial": _is_partial(found), "text": text}))
     else:
         print(text, end="")
-        for line in silent(found):
+        for line in no_answer_lines(found):
             print(line, file=sys.stderr)
-    return _code(found)
+    return _exit_code(found)
 
 
 async def conversations(fleet: Fleet, arguments: argparse.Namespace) -> int:
@@ -185,7 +183,7 @@ async def conversations(fleet: Fleet, arguments: argparse.Namespace) -> int:
         print(json.dumps({**head, "conversations": listed}))
     else:
         show(conversations_table(found, held))
-    return _code(found)
+    return _exit_code(found)
 
 
 async def explain(fleet: Fleet, arguments: argparse.Namespace) -> int:
@@ -195,9 +193,9 @@ async def explain(fleet: Fleet, arguments: argparse.Namespace) -> int:
     for answer in found:
         if isinstance(answer.error, InvalidArgument):  # --tenant is missing
             raise answer.error
-    denials = [answer.error for answer in found if isinstance(answer.error, NotFound)]
-    if denials and len(denials) == len(found):
-        raise denials[0]
+    not_found = [answer.error for answer in found if isinstance(answer.error, NotFound)]
+    if not_found and len(not_found) == len(found):
+        raise not_found[0]
     owner = owner_of(found)
     if arguments.json:
         rows = []
@@ -207,11 +205,13 @@ async def explain(fleet: Fleet, arguments: argparse.Namespace) -> int:
             row["holds_kv"] = answer.value is not None and holds_kv(answer.value)
             row["conversation"] = plain(answer.value) if answer.value is not None else None
             rows.append(row)
-        whose = {"name": owner.name, "known_by": owner.known_by.name.lower()} if owner else None
-        print(json.dumps({"replicas": rows, "partial": _is_partial(found), "owner": whose}))
+        owner_fields = (
+            {"name": owner.name, "known_by": owner.known_by.name.lower()} if owner else None
+        )
+        print(json.dumps({"replicas": rows, "partial": _is_partial(found), "owner": owner_fields}))
     else:
-        print("\n".join(explained(arguments.conversation, found, owner)))
-    return _code(found)
+        print("\n".join(explain_lines(arguments.conversation, found, owner)))
+    return _exit_code(found)
 
 
 async def check(fleet: Fleet, arguments: argparse.Namespace) -> int:
@@ -226,11 +226,11 @@ async def check(fleet: Fleet, arguments: argparse.Namespace) -> int:
     else:
         for name, text in problems:
             print(f"{name}: {text}")
-        fine = [each.replica.name for each in found if each.value == []]
-        if fine:
-            print(f"nothing is wrong on {', '.join(fine)}")
-        print("".join(f"{line}\n" for line in silent(found)), end="")
-    return 1 if problems else _code(found)
+        healthy = [each.replica.name for each in found if each.value == []]
+        if healthy:
+            print(f"nothing is wrong on {', '.join(healthy)}")
+        print("".join(f"{line}\n" for line in no_answer_lines(found)), end="")
+    return 1 if problems else _exit_code(found)
 
 
 async def tenants(fleet: Fleet, arguments: argparse.Namespace) -> int:
@@ -247,11 +247,11 @@ async def tenants(fleet: Fleet, arguments: argparse.Namespace) -> int:
         print(json.dumps({"replicas": rows, "partial": _is_partial(found), "tenants": total}))
     else:
         show(tenants_table(found, total))
-    return _code(found)
+    return _exit_code(found)
 
 
-Act = Callable[["Fleet", argparse.Namespace], Awaitable[int]]
-ACTS: dict[str, Act] = {
+Handler = Callable[["Fleet", argparse.Namespace], Awaitable[int]]
+HANDLERS: dict[str, Handler] = {
     "stats": stats,
     "watch": watch,
     "metrics": metrics,
@@ -298,20 +298,20 @@ def _is_partial(found: Sequence[ReplicaAnswer[Any]]) -> bool:
     return any(each.error is not None and not isinstance(each.error, NotFound) for each in found)
 
 
-def _code(found: Sequence[ReplicaAnswer[Any]]) -> int:
+def _exit_code(found: Sequence[ReplicaAnswer[Any]]) -> int:
     return PARTIAL if _is_partial(found) else 0
 
 
-def show(what: RenderableType) -> None:
+def show(table: RenderableType) -> None:
     """Print a table with the width of the terminal. Without a terminal, it has WIDTH columns."""
     import sys
 
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(what)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 
-def silent(found: Sequence[ReplicaAnswer[Any]]) -> Iterator[str]:
+def no_answer_lines(found: Sequence[ReplicaAnswer[Any]]) -> Iterator[str]:
     """Yield a line for each replica that did not answer."""
     for each in found:
         if each.error is not None and not isinstance(each.error, NotFound):
@@ -364,7 +364,7 @@ def stats_table(found: Sequence[ReplicaAnswer[pb.Stats]]) -> RenderableType:
         ),
         style="bold",
     )
-    lines = [*_total_lines(total), *_names_differ(found), *silent(found)]
+    lines = [*_total_lines(total), *_name_mismatch_lines(found), *no_answer_lines(found)]
     return Group(table, *(Text(line) for line in lines))
 
 
@@ -393,11 +393,11 @@ def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
         yield "the history is damaged and read-only"
 
 
-def _names_differ(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
+def _name_mismatch_lines(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
     for each in found:
-        own = each.value.replica if each.value is not None else ""
-        if own and each.replica.is_named and own != each.replica.name:
-            yield f"{each.replica.name} ({each.replica.address}) calls itself {own}"
+        own_name = each.value.replica if each.value is not None else ""
+        if own_name and each.replica.is_named and own_name != each.replica.name:
+            yield f"{each.replica.name} ({each.replica.address}) calls itself {own_name}"
 
 
 def conversations_table(
@@ -424,10 +424,10 @@ def conversations_table(
             "" if each.running else f"{each.retention_value:.3g}",
             Text(", ".join(row.also_on)),
         )
-    return Group(table, *(Text(line) for line in silent(found)))
+    return Group(table, *(Text(line) for line in no_answer_lines(found)))
 
 
-def explained(
+def explain_lines(
     conversation_id: str,
     found: Sequence[ReplicaAnswer[pb.ExplainConversationResponse]],
     owner: ServingReplica | None,
@@ -435,11 +435,11 @@ def explained(
     from pensieve.client.fleet.holdings import holds_kv, num_histories
 
     tenants = {each.value.tenant for each in found if each.value is not None}
-    whose = "".join(f" of tenant {name}" for name in sorted(tenants) if name)
-    who = f"{owner.name} serves it: {owner.known_by}" if owner else "its owner is unknown"
+    tenant_text = "".join(f" of tenant {name}" for name in sorted(tenants) if name)
+    owner_text = f"{owner.name} serves it: {owner.known_by}" if owner else "its owner is unknown"
     if owner is None and (count := num_histories(found)) > 1:
-        who = f"there are {count} conversations with this id, in separate histories"
-    yield f"conversation {conversation_id}{whose}: {who}"
+        owner_text = f"there are {count} conversations with this id, in separate histories"
+    yield f"conversation {conversation_id}{tenant_text}: {owner_text}"
     for each in found:
         if each.value is None:
             continue
@@ -458,8 +458,8 @@ def explained(
             yield f"  {seconds_text(event.seconds_ago)} ago: {event.text}"
     unknown = [each.replica.name for each in found if isinstance(each.error, NotFound)]
     if unknown:
-        yield f"these replicas do not have it: {', '.join(unknown)}"
-    yield from silent(found)
+        yield f"these replicas do not have this conversation: {', '.join(unknown)}"
+    yield from no_answer_lines(found)
 
 
 def tenants_table(
@@ -475,7 +475,7 @@ def tenants_table(
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("turns on", overflow="fold")
     for each in total:
-        on = [
+        turns_by_replica = [
             f"{answer.replica.name} {tenant.turns}"
             for answer in found
             for tenant in (answer.value.tenants if answer.value is not None else ())
@@ -488,9 +488,9 @@ def tenants_table(
             f"{each['stored_bytes'] / MIB:,.4g} MiB",
             f"{each['prefixes']:,}",
             f"{each['unread_bytes'] / MIB:,.4g} MiB",
-            Text(", ".join(on)),
+            Text(", ".join(turns_by_replica)),
         )
-    return Group(table, *(Text(line) for line in silent(found)))
+    return Group(table, *(Text(line) for line in no_answer_lines(found)))
 
 
 def _p99(times: pb.Latency) -> float | None:

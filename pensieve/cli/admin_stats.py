@@ -122,26 +122,32 @@ def _add_work(table: Any, more: Mapping[str, float]) -> None:
             f"{more['idle_share']:.1%}, {more['rows_padded']:,.0f} padded rows",
         )
     prefix = "tenant_tokens."
-    of_tenants = {
+    tokens_by_tenant = {
         name.removeprefix(prefix): num
         for name, num in more.items()
         if name.startswith(prefix) and num
     }
-    if len(of_tenants) > 1:
-        whole = sum(of_tenants.values())
-        most = sorted(of_tenants.items(), key=lambda each: (-each[1], each[0]))[:TENANTS_SHOWN]
-        shown = ", ".join(f"{name or '(none)'} {_share(num, whole)}" for name, num in most)
-        rest = f" and {len(of_tenants) - len(most)} more" if len(of_tenants) > len(most) else ""
-        table.add_row("tenants", f"{shown}{rest} of {whole:,.0f} tokens computed")
+    if len(tokens_by_tenant) > 1:
+        total = sum(tokens_by_tenant.values())
+        largest = sorted(tokens_by_tenant.items(), key=lambda each: (-each[1], each[0]))[
+            :TENANTS_SHOWN
+        ]
+        shown = ", ".join(f"{name or '(none)'} {_share(num, total)}" for name, num in largest)
+        others = (
+            f" and {len(tokens_by_tenant) - len(largest)} more"
+            if len(tokens_by_tenant) > len(largest)
+            else ""
+        )
+        table.add_row("tenants", f"{shown}{others} of {total:,.0f} tokens computed")
 
 
 def _add_service(table: Any, service: pb.Service) -> None:
-    known = f"{service.connections:,} of {service.connections_max:,} connections, "
-    heard = f"{seconds_text(service.heartbeat_age_seconds)} ago"
+    connections = f"{service.connections:,} of {service.connections_max:,} connections, "
+    heartbeat = f"{seconds_text(service.heartbeat_age_seconds)} ago"
     table.add_row(
         "service",
-        f"{known if service.HasField('connections') else ''}{service.calls:,} calls in progress; "
-        f"engine heartbeat {heard if service.HasField('heartbeat_age_seconds') else 'never'}",
+        f"{connections if service.HasField('connections') else ''}{service.calls:,} calls in progress; "
+        f"engine heartbeat {heartbeat if service.HasField('heartbeat_age_seconds') else 'never'}",
     )
     table.add_row(
         "loop",
@@ -169,8 +175,8 @@ def _latency(times: pb.Latency) -> str:
     return f"{shown} in the last 5 minutes"
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "0%"
+def _share(part: float, total: float) -> str:
+    return f"{part / total:.0%}" if total else "0%"
 
 
 def _milliseconds(seconds: float) -> str:

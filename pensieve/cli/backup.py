@@ -31,32 +31,32 @@ def add_parser(commands: Any) -> None:
     backup.add_argument("--json", action="store_true", help="print JSON")
     add_settings(backup, settings_named("data", "store"))
     backup.set_defaults(run=with_settings(back_up))
-    restoring = commands.add_parser(
+    restore_parser = commands.add_parser(
         "restore",
         help="restore a moment of a history from a backup",
         description="Restore a backup into --data. Without --at, the latest moment is restored. With --at, "
         "the last moment up to that time. The history is checked before it is put in place.",
     )
-    restoring.add_argument("folder", type=Path, metavar="FOLDER", help="the backup")
-    restoring.add_argument(
+    restore_parser.add_argument("folder", type=Path, metavar="FOLDER", help="the backup")
+    restore_parser.add_argument(
         "--list", action="store_true", help="only list the moments that the backup has"
     )
-    restoring.add_argument(
+    restore_parser.add_argument(
         "--at",
         metavar="TIME",
         help="a time such as 2026-11-22T03:18 (UTC), or 2026-11-22T03:18+01:00",
     )
-    restoring.add_argument(
+    restore_parser.add_argument(
         "--last-good",
         action="store_true",
-        help="if a file of the backup is damaged or missing, restore the last moment before it",
+        help="if a file of the backup is damaged or missing, restore the last moment before the damage",
     )
-    restoring.add_argument(
+    restore_parser.add_argument(
         "--replace", action="store_true", help="replace an existing history in --data"
     )
-    restoring.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(restoring, settings_named("data"))
-    restoring.set_defaults(run=with_settings(restore))
+    restore_parser.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(restore_parser, settings_named("data"))
+    restore_parser.set_defaults(run=with_settings(restore))
 
 
 def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -76,7 +76,9 @@ def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if problems := check_database(path / BASE_NAME):
         raise BackupDamaged(f"the history itself is damaged: {problems[0]}; the copy is in {path}")
     figures = {"generation": base.generation, "time": base.time, "bytes": base.num_bytes}
-    words = f"{path} has the history as of {_shown(base.time)} ({base.num_bytes / 2**20:,.1f} MiB)"
+    words = (
+        f"{path} has the history as of {_time_text(base.time)} ({base.num_bytes / 2**20:,.1f} MiB)"
+    )
     print(json.dumps(figures) if arguments.json else f"{words}; the copy was checked")
     return 0
 
@@ -85,7 +87,7 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.store import backup
 
     if arguments.list:
-        return _list(arguments)
+        return _print_moments(arguments)
     restored = backup.restore(
         arguments.folder,
         resolved.settings.data,
@@ -99,7 +101,7 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
         return 0
     print(
         f"restored {restored.conversations:,} conversations with {restored.messages:,} messages as of "
-        f"{_shown(restored.time)} (generation {restored.generation}, segment {restored.segment}) "
+        f"{_time_text(restored.time)} (generation {restored.generation}, segment {restored.segment}) "
         f"to {resolved.settings.data}"
     )
     if restored.damage:
@@ -107,14 +109,18 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
     return 0
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def _print_moments(arguments: argparse.Namespace) -> int:
     from pensieve.store.backup import points
 
     for each in points(arguments.folder):
         if arguments.json:
             print(json.dumps({**each._asdict(), "path": str(each.path)}))
             continue
-        times = f"{_shown(each.times[0])} to {_shown(each.times[-1])}" if each.times else "nothing"
+        times = (
+            f"{_time_text(each.times[0])} to {_time_text(each.times[-1])}"
+            if each.times
+            else "nothing"
+        )
         print(
             f"generation {each.generation}: {times}, {len(each.times)} moments, "
             f"{each.num_bytes / 2**20:,.1f} MiB" + (f"; {each.damage}" if each.damage else "")
@@ -132,5 +138,5 @@ def _time(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _shown(time: float) -> str:
+def _time_text(time: float) -> str:
     return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S} UTC"

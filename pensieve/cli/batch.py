@@ -30,9 +30,9 @@ from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.cli.reaching import (
     check_engine_flags,
-    check_reaching,
+    check_reach_flags,
     daemon_of,
-    reached,
+    server_info_of,
     start_daemon,
 )
 from pensieve.config import ENGINE, REACH, Resolved, settings_for
@@ -58,7 +58,7 @@ STATES = {
     "receiving": "the file is being sent",
     "checking": "checking the lines",
     "waiting": "waits in the queue of jobs",
-    "paused": "paused (`pensieve admin jobs resume` lets it go on)",
+    "paused": "paused (`pensieve admin jobs resume` continues it)",
 }
 
 
@@ -113,7 +113,7 @@ class JobDaemon:
     client: Client
     name: str
     after_exit_text: str  # what happens to the job after this process ends: "continues at ADDRESS"
-    why_repeat: str  # what repeating the command does: "wait for its results"
+    repeat_purpose: str  # what repeating the command is for: "wait for its results"
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -125,8 +125,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         ctrl_c.check()
         job_id = _job_id(arguments, requests)
         try:
-            job = _found_or_created(daemon, job_id, requests, arguments.check, progress, ctrl_c)
-            job = _ended(daemon.client, job, progress, ctrl_c)
+            job = _find_or_create(daemon, job_id, requests, arguments.check, progress, ctrl_c)
+            job = _wait_for_end(daemon.client, job, progress, ctrl_c)
             if arguments.check:
                 return _report_check(arguments, daemon.client, job)
             progress.note("writing")
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
                 raise
             print(_how_to_continue(arguments, job_id, daemon, error), file=sys.stderr)
             return 130 if isinstance(error, KeyboardInterrupt) else error.exit_code
-    _say(arguments, job, output, errors, shown)
+    _print_summary(arguments, job, output, errors, shown)
     return 0 if job.outcome == "completed" and not job.num_refused else 1
 
 
@@ -179,7 +179,7 @@ def _check_target(flag: str, path: Path) -> None:
         raise InvalidArgument(flag, f"the folder {path.parent} is missing or not writable")
 
 
-def _shown_name(requests: Requests) -> str:
+def _job_name(requests: Requests) -> str:
     return requests.path.name.encode("utf-8", "replace").decode()[:NAME_CHARACTERS_MAX]
 
 
@@ -199,15 +199,15 @@ def _reach(
 
     data, address = resolved.settings.data, resolved.settings.daemon
     if address is None:
-        check_reaching(resolved)
+        check_reach_flags(resolved)
         address = daemon_of(data)
     if address is None:
         daemon = start_daemon(stack, resolved, "pensieve batch", False, ctrl_c)
         client = stack.enter_context(Client(daemon.address))
         return JobDaemon(client, "the engine", f"is paused and kept in {data}", "resume it")
     token, tls = resolved.settings.token, tls_to(address, resolved)
-    with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
-        info = reached(first)
+    with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as probe:
+        info = server_info_of(probe)
     check_engine_flags(resolved, address, info)
 
     def wait(seconds: float) -> None:
@@ -221,7 +221,7 @@ def _reach(
     return JobDaemon(client, address, f"continues at {address}", "wait for its results")
 
 
-def _found_or_created(
+def _find_or_create(
     daemon: JobDaemon,
     job_id: str,
     requests: Requests,
@@ -242,7 +242,7 @@ def _found_or_created(
                     return jobs.create(
                         requests.path,
                         job_id=job_id,
-                        name=_shown_name(requests),
+                        name=_job_name(requests),
                         check_only=check_only,
                     )
             except AlreadyExists:
@@ -262,7 +262,7 @@ def _found_or_created(
         return job
 
 
-def _ended(client: Client, job: Job, progress: ProgressLine, ctrl_c: CtrlC) -> Job:
+def _wait_for_end(client: Client, job: Job, progress: ProgressLine, ctrl_c: CtrlC) -> Job:
     """Wait until the job has ended, and return it."""
     pause, most = LOOK_SECONDS
     while job.state != "ended":
@@ -282,7 +282,7 @@ def _how_to_continue(
     repeat = "Repeat the command"
     if arguments.again:
         repeat = f"Repeat the command with --name {job_id} instead of --again"
-    return f"{problem}job {job_id} {daemon.after_exit_text}. {repeat} to {daemon.why_repeat}."
+    return f"{problem}job {job_id} {daemon.after_exit_text}. {repeat} to {daemon.repeat_purpose}."
 
 
 # -- results --
@@ -305,7 +305,7 @@ def _write_results(
         _write(errors, chain(first, refused))
     else:
         errors.unlink(missing_ok=True)  # left by an earlier run
-    return [_in_words(line) for line in first]
+    return [_error_text(line) for line in first]
 
 
 def _write(path: Path, lines: Iterable[bytes]) -> None:
@@ -318,7 +318,7 @@ def _write(path: Path, lines: Iterable[bytes]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _in_words(line: bytes) -> str:
+def _error_text(line: bytes) -> str:
     """Return the error of a request, such as `line 4 ("a-4"): max_tokens must be at least 1`."""
     error: dict[str, Any] = {}
     custom_id = None
@@ -328,13 +328,13 @@ def _in_words(line: bytes) -> str:
         response = found.get("response") or {}
         error = found.get("error") or response.get("body", {}).get("error") or {}
     where = f"line {error['line']}" if "line" in error else "a line"
-    named = f" ({json.dumps(custom_id)})" if custom_id else ""
+    name = f" ({json.dumps(custom_id)})" if custom_id else ""
     text = " ".join(str(error.get("message", "has no answer")).split())
-    return f"{where}{named}: {''.join(each if each.isprintable() else '?' for each in text)}"
+    return f"{where}{name}: {''.join(each if each.isprintable() else '?' for each in text)}"
 
 
 def _report_check(arguments: argparse.Namespace, client: Client, job: Job) -> int:
-    shown = [_in_words(line) for line in client.jobs.results(job.job_id, "errors")]
+    shown = [_error_text(line) for line in client.jobs.results(job.job_id, "errors")]
     client.jobs.delete(job.job_id)
     if arguments.json:
         print(json.dumps({"lines": job.num_lines, "refused": job.num_refused, "problems": shown}))
@@ -343,7 +343,7 @@ def _report_check(arguments: argparse.Namespace, client: Client, job: Job) -> in
     return 1 if job.num_refused or job.outcome != "checked" else 0
 
 
-def _say(
+def _print_summary(
     arguments: argparse.Namespace, job: Job, output: Path, errors: Path, shown: list[str]
 ) -> None:
     for line in shown:
@@ -423,7 +423,7 @@ def line_of(job: Job) -> str:
     if job.tokens_per_second:
         parts.append(f"{job.tokens_per_second:,.0f} tokens/s")
     if job.saved_tokens:
-        parts.append(f"{_saved(job)} of prompt tokens saved")
+        parts.append(f"{_saved_share(job)} of prompt tokens saved")
     if job.seconds_left is not None:
         parts.append(f"{seconds_text(job.seconds_left)} left")
     if job.problem:
@@ -438,12 +438,12 @@ def summary_of(job: Job) -> str:
         text += f", {job.num_refused:,} refused"
     text += f"; {job.prompt_tokens:,} prompt tokens"
     if job.saved_tokens:
-        text += f" ({_saved(job)} saved)"
+        text += f" ({_saved_share(job)} saved)"
     text += f", {job.output_tokens:,} output tokens"
     if job.outcome != "completed":
         text = f"{job.outcome}{f' ({job.problem})' if job.problem else ''}: {text}"
     return text
 
 
-def _saved(job: Job) -> str:
+def _saved_share(job: Job) -> str:
     return f"{job.saved_tokens / job.prompt_tokens:.0%}" if job.prompt_tokens else "0%"

@@ -20,24 +20,23 @@ def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "attention",
         help="compare attention over scattered pages with torch on contiguous keys and values",
-        description="Time multi_token_attention over pages in random order, and compare it with torch's "
-        "fused attention on contiguous keys and values (the best of padded batch and loop, with grouped "
-        "heads as they are and folded into rows), with gathering the pages first, and with one query at a "
-        "time. Each "
-        "result is checked before it is timed. The default is a dozen shapes.",
+        description="Time multi_token_attention over pages in random order, and compare it with three "
+        "baselines: torch's fused attention on contiguous keys and values (the fastest of up to four calls: "
+        "a padded batch or a loop, and grouped heads or heads folded into rows); gathering the pages first; "
+        "and one query at a time. Each result is checked before it is timed. The default is a dozen shapes.",
     )
     parser.add_argument(
         "--full",
         action="store_true",
         help="measure the 96 shapes of docs/performance.md, in ten minutes",
     )
-    for name, (quick, whole, what) in SIZES.items():
-        few, many = (",".join(map(str, each)) for each in (quick, whole))
+    for name, (quick, full, text) in SIZES.items():
+        quick_text, full_text = (",".join(map(str, each)) for each in (quick, full))
         parser.add_argument(
             f"--{name}",
             type=counts,
             metavar="N,N,…",
-            help=f"{what} (default: {few}; with --full: {many})",
+            help=f"{text} (default: {quick_text}; with --full: {full_text})",
         )
     parser.add_argument(
         "--queries", type=int, default=8, metavar="N", help="tokens of each slice (default: 8)"
@@ -61,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     chosen = (arguments.context, arguments.batch, arguments.head_size)
     contexts, batches, head_sizes = (
-        given or (whole if arguments.full else quick)
-        for given, (quick, whole, _) in zip(chosen, SIZES.values(), strict=True)
+        given or (full if arguments.full else quick)
+        for given, (quick, full, _) in zip(chosen, SIZES.values(), strict=True)
     )
     options = bench.AttentionOptions(
         contexts, batches, head_sizes, arguments.queries, arguments.dtype, arguments.repeats

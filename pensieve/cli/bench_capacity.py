@@ -11,7 +11,7 @@ from pensieve.errors import InvalidArgument
 
 CAPACITY = """\
 Find the highest load of chats and long documents that a daemon serves within objectives, for three ways to
-schedule prompts. Each way has its own daemon, and all get the same conversations:
+schedule prompts. Each way has its own daemon, and all daemons get the same conversations:
 
     ours             prompts are split, so that the predicted time of each iteration is within --tbt
     whole prompts    prompts are not split, and run in the same iterations as decodes

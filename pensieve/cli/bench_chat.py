@@ -14,17 +14,17 @@ from pensieve.errors import InvalidArgument
 
 CHAT = """\
 Conversations arrive all at once or at a Poisson rate. Each sends a message, waits for the whole reply,
-thinks, and sends the next message, all over gRPC. Measured at the client:
+pauses, and sends the next message, all over gRPC. Measured at the client:
 
-    first, later      time to the first token of a conversation's first turn, and of later ones
-    gap               between the messages of a stream
+    first, later      time to the first token of a conversation's first turn, and of later turns
+    gap               time between two consecutive pieces of a streamed reply
     normalized        time of a turn divided by its tokens
-    tokens by source  tokens that later turns found on the device or in the host tier, or recomputed
+    tokens by source  context tokens of all turns: new, on the device, in the host tier, or recomputed
 
-Before the measurement, each turn of a conversation runs twice. If this command started the daemon, it drops
-the conversation's KV before the second run. Both runs must get the same replies, token for token (on a GPU,
-except after near ties). Replies are greedy and have a fixed length, so two measurements with the same seed
-do the same work."""
+Before the measurement, a short test conversation runs, and each of its turns is repeated. If this command
+started the daemon, it drops the conversation's KV before each repetition. Both runs must get the same
+replies, token for token (on a GPU, except after near ties). Replies are greedy and have a fixed length, so
+two measurements with the same seed do the same work."""
 
 
 def add_parser(kinds: Any) -> None:
@@ -49,9 +49,9 @@ def add_parser(kinds: Any) -> None:
             f"{name}: {shape.conversations} conversations x {shape.turns} turns x "
             f"{shape.input_tokens} in / {shape.output_tokens} out"
             + (
-                f", {shape.rate:g} arriving a second and thinking for {shape.think_seconds:g} s"
+                f", {shape.rate:g} arriving a second, with pauses of {shape.think_seconds:g} s between turns"
                 if shape.rate
-                else ", all at once and without thinking"
+                else ", all at once, without pauses between turns"
             )
             + (
                 f", with a device tier for {shape.device_share * 100:g} percent of the KV of all "

@@ -50,7 +50,10 @@ def add_parser(kinds: Any) -> None:
         help="repetitions for each median (default: 15)",
     )
     parser.add_argument(
-        "--weights", choices=("native", "int8"), default="native", help="(default: native)"
+        "--weights",
+        choices=("native", "int8"),
+        default="native",
+        help="type of the weights (default: native)",
     )
     parser.add_argument(
         "--kv-dtype",

@@ -23,12 +23,14 @@ def add_parser(commands: Any) -> None:
         choices=MODELS,
         default=MODELS,
         metavar="MODEL",
-        help=f"only these: {', '.join(MODELS)}",
+        help=f"only these models: {', '.join(MODELS)}",
     )
     parser.add_argument(
         "--requests", type=_count, default=200, metavar="N", help="requests of a run (default: 200)"
     )
-    parser.add_argument("--seeds", type=_count, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument(
+        "--seeds", type=_count, default=3, metavar="N", help="number of seeds (default: 3)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -17,9 +17,9 @@ from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
 from pensieve.cli.reaching import (
     check_engine_flags,
-    check_reaching,
+    check_reach_flags,
     daemon_of,
-    reached,
+    server_info_of,
     start_daemon,
 )
 from pensieve.config import Resolved
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--message",
         action="append",
         metavar="TEXT",
-        help="send TEXT, print the reply and exit; repeat the flag to send several messages in turn; `-` "
-        "stands for standard input",
+        help="send TEXT, print the reply and exit; repeat the flag to send several messages, one after the "
+        "other; `-` stands for standard input",
     )
 
 
@@ -57,18 +57,18 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     with CtrlC() as ctrl_c, contextlib.ExitStack() as stack:
         address = resolved.settings.daemon
         if address is None:
-            check_reaching(resolved)
+            check_reach_flags(resolved)
             address = daemon_of(resolved.settings.data)
         if address is None:
-            chat, name = _with_daemon_here(stack, resolved, quiet, ctrl_c)
+            chat, name = _chat_with_own_daemon(stack, resolved, quiet, ctrl_c)
         else:
-            chat, name = _with_daemon_at(stack, resolved, address, quiet, ctrl_c)
+            chat, name = _chat_with_daemon_at(stack, resolved, address, quiet, ctrl_c)
         ctrl_c.check()
         chat.warn()
         if arguments.prefix is not None:
             if resolved.sources["system"] == "flag":
                 raise InvalidArgument("--system", "the prefix has a system prompt of its own")
-            chat.talk.begin_under(arguments.prefix)
+            chat.talk.begin_under_prefix(arguments.prefix)
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
                 chat.talk.check_system(arguments.conversation)
@@ -101,7 +101,7 @@ def _standard_input() -> str:
         raise InvalidArgument("--message", "the text on standard input is not UTF-8") from None
 
 
-def _with_daemon_here(
+def _chat_with_own_daemon(
     stack: contextlib.ExitStack, resolved: Resolved, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[ChatTerminal, str]:
     """Start a daemon in this process. Return the chat and the name of the model."""
@@ -112,8 +112,8 @@ def _with_daemon_here(
     from pensieve.client.admin import Admin
 
     screen = Screen(bool(resolved.settings.plain))
-    waiting = RetryNotice(ctrl_c, screen, "the engine")
-    client = stack.enter_context(Client(daemon.address, sleep=waiting))
+    retry_notice = RetryNotice(ctrl_c, screen, "the engine")
+    client = stack.enter_context(Client(daemon.address, sleep=retry_notice))
     info = client.server_info()
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
     if resolved.settings.engine.startswith("echo"):
@@ -122,7 +122,7 @@ def _with_daemon_here(
     return _chat(resolved, quiet, info, *parts), name
 
 
-def _with_daemon_at(
+def _chat_with_daemon_at(
     stack: contextlib.ExitStack, resolved: Resolved, address: str, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[ChatTerminal, str]:
     from pensieve.cli.chat_screen import Screen
@@ -132,13 +132,13 @@ def _with_daemon_at(
 
     data, token = resolved.settings.data, resolved.settings.token
     tls = tls_to(address, resolved)
-    with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
-        info = reached(first)
+    with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as probe:
+        info = server_info_of(probe)
     check_engine_flags(resolved, address, info)
     screen = Screen(bool(resolved.settings.plain))
-    waiting = RetryNotice(ctrl_c, screen, address)
+    retry_notice = RetryNotice(ctrl_c, screen, address)
     client = stack.enter_context(
-        Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=waiting)
+        Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=retry_notice)
     )
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-from pensieve.cli.conversation_table import Cached, table_of, with_beginning
+from pensieve.cli.conversation_table import Cached, id_with_beginning, table_of
 from pensieve.client import Client
 from pensieve.errors import NotFound
 
@@ -29,32 +29,32 @@ class ChatList:
         self._cached = cached
         self._shown: dict[int, str] = {}  # ids by number
 
-    def page(self, number: int, present: str) -> list[str]:
-        """Return the lines of a page, newest conversation first. The conversation `present` is marked."""
+    def page(self, number: int, current_id: str) -> list[str]:
+        """Return the lines of a page, newest conversation first. The conversation `current_id` is marked."""
         first = (number - 1) * PAGE
         found = list(islice(self._client.conversations(), first, first + PAGE + 1))
         marks = []
         for index, each in enumerate(found[:PAGE], start=first + 1):
             self._shown[index] = each.conversation_id
-            marks.append(f"{'*' if each.conversation_id == present else ' '}{index:>3}")
-        lines = table_of(found[:PAGE], self._cached(present) if found else None, marks)
+            marks.append(f"{'*' if each.conversation_id == current_id else ' '}{index:>3}")
+        lines = table_of(found[:PAGE], self._cached(current_id) if found else None, marks)
         if len(found) > PAGE:
-            lines.append(f"/list {number + 1} shows older ones")
+            lines.append(f"/list {number + 1} shows older conversations")
         return lines
 
-    def find(self, which: str) -> str:
+    def find(self, name: str) -> str:
         """Return the id of the conversation that the user means."""
-        if which.isdecimal():
+        if name.isdecimal():
             try:
-                return self._client.conversation(which).get().conversation_id
+                return self._client.conversation(name).get().conversation_id
             except NotFound:
-                if named := self._numbered(int(which)):
-                    return named
+                if conversation_id := self._numbered(int(name)):
+                    return conversation_id
         try:
-            return with_beginning(self._client, which)
+            return id_with_beginning(self._client, name)
         except NotFound:
             raise NotFound(
-                f"no conversation has the number or the id {which!r} (try /list)"
+                f"no conversation has the number or the id {name!r} (try /list)"
             ) from None
 
     def newest(self) -> list[str]:

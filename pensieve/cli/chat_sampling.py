@@ -15,7 +15,7 @@ from pensieve.errors import InvalidArgument
 
 SETTINGS = {each.name: each for each in settings_for(TALK) if each.group == "sampling"}
 WIDTH = max(map(len, SETTINGS))
-OF_THE_MODEL, OF_THE_DAEMON = "the model's own", "default"
+FROM_MODEL, FROM_DAEMON = "the model's own", "default"
 TEMPERATURE_SANE_MAX = 2.0  # higher values cause a warning
 TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # suggested if a reply repeats itself
 
@@ -30,7 +30,7 @@ class ChatSampling:
         from_model: bool = False,  # the defaults come from the model's files
     ) -> None:
         self._defaults = defaults or {}
-        self._source = OF_THE_MODEL if from_model else OF_THE_DAEMON
+        self._source = FROM_MODEL if from_model else FROM_DAEMON
         self._values = {name: getattr(resolved.settings, name) for name in SETTINGS}
         self._sources = {name: resolved.sources[name] for name in SETTINGS}
 
@@ -58,9 +58,11 @@ class ChatSampling:
         if value is None:
             if name == "seed":
                 return f"{name:<{WIDTH}} a new one for each reply"
-            found = self._defaults.get(name)
-            source = OF_THE_DAEMON if name == "max_tokens" else self._source
-            return f"{name:<{WIDTH}} " + (source if found is None else f"{found!s:<12} ({source})")
+            default = self._defaults.get(name)
+            source = FROM_DAEMON if name == "max_tokens" else self._source
+            return f"{name:<{WIDTH}} " + (
+                source if default is None else f"{default!s:<12} ({source})"
+            )
         return (
             f"{name:<{WIDTH}} {value!s:<12} ({SETTINGS[name].flag if source == 'flag' else source})"
         )
@@ -71,10 +73,8 @@ class ChatSampling:
     def _check(self, name: str) -> None:
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, 1)
-            meant = (
-                f"Did you mean {near[0]}?" if near else f"The settings are {', '.join(SETTINGS)}"
-            )
-            raise InvalidArgument("/set", f"unknown setting {name!r}. {meant}")
+            hint = f"Did you mean {near[0]}?" if near else f"The settings are {', '.join(SETTINGS)}"
+            raise InvalidArgument("/set", f"unknown setting {name!r}. {hint}")
 
     @property
     def warning(self) -> str:
@@ -90,6 +90,10 @@ class ChatSampling:
     @property
     def advice(self) -> str:
         """Return a command that makes repetitive replies less likely."""
-        now = self.options.get("temperature", self._defaults.get("temperature"))
-        hotter = TEMPERATURE if now is None or now < TEMPERATURE else now + TEMPERATURE_STEP
-        return f"/set temperature {hotter:.3g}"
+        temperature = self.options.get("temperature", self._defaults.get("temperature"))
+        higher = (
+            TEMPERATURE
+            if temperature is None or temperature < TEMPERATURE
+            else temperature + TEMPERATURE_STEP
+        )
+        return f"/set temperature {higher:.3g}"

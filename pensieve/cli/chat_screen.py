@@ -2,8 +2,8 @@
 
 Replies are streamed to standard output: rendered as Markdown on a terminal (reply_view.py), as plain text
 elsewhere or with `--plain`. Notices go to standard error, each on its own line. The reply continues below a
-notice. A temporary line (`passing`) disappears when anything else is shown, and the reply continues where it
-stopped.
+notice. A temporary line (`show_temporary`) disappears when anything else is shown, and the reply
+continues where it stopped.
 
 On a terminal, control characters in texts from models and clients are replaced, so they cannot move the
 cursor.
@@ -27,11 +27,11 @@ class Screen:
     def __init__(self, plain: bool = False) -> None:
         """`plain`: show replies without rendering Markdown."""
         self._is_terminal = sys.stdout.isatty()
-        knows_rows = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-        self._renders = self._is_terminal and knows_rows and not plain
+        can_move_cursor = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+        self._renders = self._is_terminal and can_move_cursor and not plain
         self._view: ReplyView | None = None  # view of the current reply
         self._tail = ""  # for a plain reply: the text in the cursor's line
-        self._passing = ""  # the temporary line
+        self._temporary_line = ""
         self._is_in_view = False  # the temporary line is below a rendered reply
 
     def reply(self, text: str, kind: str = "text") -> None:
@@ -78,12 +78,12 @@ class Screen:
             flush=True,
         )
 
-    def passing(self, line: str) -> None:
+    def show_temporary(self, line: str) -> None:
         """Show a temporary line until `clear`. If standard error is not a terminal, the line stays."""
-        if line == self._passing:
+        if line == self._temporary_line:
             return
         self.clear()
-        self._passing = line
+        self._temporary_line = line
         if not sys.stderr.isatty():
             print(line, file=sys.stderr, flush=True)
             return
@@ -98,17 +98,17 @@ class Screen:
 
     def clear(self) -> None:
         """Remove the temporary line."""
-        if not self._passing:
+        if not self._temporary_line:
             return
-        self._passing = ""
+        self._temporary_line = ""
         if self._is_in_view and self._view is not None:
             self._is_in_view = False
             self._view.note("")
         elif sys.stderr.isatty():
             # Write the line of the reply again, unless it may need several rows.
             fits = 2 * len(self._tail) < shutil.get_terminal_size().columns
-            again = f"{UP}\r{self._tail}" if self._tail and fits else ""
-            sys.stderr.write(CLEAR_LINE + again)
+            restored_line = f"{UP}\r{self._tail}" if self._tail and fits else ""
+            sys.stderr.write(CLEAR_LINE + restored_line)
             sys.stderr.flush()
 
     def _renders_now(self) -> bool:

@@ -51,12 +51,12 @@ class Talk:
         """Continue the conversation with this id. If it does not exist, the first message creates it."""
         self.conversation_id = conversation_id
 
-    def begin_under(self, prefix_id: str) -> None:
+    def begin_under_prefix(self, prefix_id: str) -> None:
         """Start new conversations with a declared prefix. Raises NotFound if the prefix does not exist."""
         self._client.prefix(prefix_id).get()
         self._prefix_id = prefix_id
 
-    def begin_with(self, system: str) -> None:
+    def begin_with_system(self, system: str) -> None:
         """Start new conversations with this system prompt."""
         if self._prefix_id:
             raise InvalidArgument("/system", "the prefix has a system prompt of its own")
@@ -69,11 +69,11 @@ class Talk:
             first = next(conversation.messages(), None)
         except NotFound:
             return
-        present = first.text if first is not None and first.role == "system" else ""
-        if self.system != present:
-            what = "with another system prompt" if present else "without a system prompt"
+        existing = first.text if first is not None and first.role == "system" else ""
+        if self.system != existing:
+            difference = "with another system prompt" if existing else "without a system prompt"
             raise InvalidArgument(
-                "--system", f"the conversation {conversation_id} exists already, {what}"
+                "--system", f"the conversation {conversation_id} exists already, {difference}"
             )
 
     def say(self, message: MessageInput, **options: Any) -> Reply:

@@ -49,7 +49,7 @@ HELP = """\
 /help              show this list
 /new [ID]          start a new conversation; the system prompt stays
 /system [TEXT]     start a new conversation with this system prompt;
-                   `/system none`: without one; `/system`: show the current one
+                   `/system none`: without one; `/system`: show the prompt
 /list [PAGE]       list your conversations, newest first
 /resume WHICH      continue a conversation: its number in the list, or the
                    beginning of its id
@@ -59,10 +59,11 @@ HELP = """\
 /edit [TEXT]       replace your last message; without TEXT: edit it here
 /rewind [N]        remove the last N turns (default: 1); also /undo
 /fork [ID]         continue with a copy of this conversation
-/save FILE         write it as Markdown, or as JSON if FILE ends with .jsonl
+/save FILE         write this conversation as Markdown, or as JSON if FILE ends
+                   with .jsonl
 /set [NAME VALUE]  set temperature, top_p, min_p, top_k, max_tokens or seed for
                    this chat; VALUE `default` resets it; without NAME: show all
-/delete            delete this conversation, also on disk; it asks first
+/delete            delete this conversation, also on disk; asks first
 /stats             show figures of this conversation and of the daemon
 /bye               leave; also /quit, /exit or Ctrl-D
 Several lines      paste them; or end a line with \\; or press Alt-Enter; or put
@@ -93,7 +94,7 @@ class Commands:
         self._admin = admin
         self._ctrl_c = ctrl_c
         self._screen = screen
-        self._listed = ChatList(
+        self._chat_list = ChatList(
             client, lambda conversation_id: cached_by_id(partial(admin, conversation_id))
         )
         self._editor: LineEditor | None = None  # the editor in which the command was typed
@@ -121,8 +122,8 @@ class Commands:
         name, _, argument = line.partition(" ")
         if name not in self._commands:
             near = difflib.get_close_matches(name, [*self._commands, *GOODBYES], 1, NEAR)
-            meant = f"Did you mean {near[0]}?" if near else "(try /help)"
-            raise InvalidArgument("unknown command", f"{name}{'.' if near else ''} {meant}")
+            hint = f"Did you mean {near[0]}?" if near else "(try /help)"
+            raise InvalidArgument("unknown command", f"{name}{'.' if near else ''} {hint}")
         self._editor = editor
         self._commands[name](argument.strip())
 
@@ -135,7 +136,7 @@ class Commands:
             return list(SETTINGS)
         if name == "/resume":
             with contextlib.suppress(PensieveError):
-                return self._listed.newest()
+                return self._chat_list.newest()
         return []
 
     # -- conversations --
@@ -156,14 +157,14 @@ class Commands:
     def _system(self, argument: str) -> None:
         """Start a new conversation, because the system prompt of a conversation cannot change."""
         if argument:
-            self._talk.begin_with("" if argument == "none" else argument)
+            self._talk.begin_with_system("" if argument == "none" else argument)
             self._open(new_id())
         self._screen.line(f"system prompt of new conversations: {self._talk.system or 'none'}")
 
     def _list(self, argument: str) -> None:
         if argument and not (argument.isdecimal() and int(argument)):
             raise InvalidArgument("/list", f"needs the number of a page, not {argument!r}")
-        lines = self._listed.page(int(argument or "1"), self._talk.conversation_id)
+        lines = self._chat_list.page(int(argument or "1"), self._talk.conversation_id)
         self._screen.line(
             "\n".join(
                 lines or ["no conversations yet" if not argument else "there is no such page"]
@@ -171,7 +172,7 @@ class Commands:
         )
 
     def _resume(self, argument: str) -> None:
-        name = self._listed.find(argument) if argument else self._talk.conversation_id
+        name = self._chat_list.find(argument) if argument else self._talk.conversation_id
         messages = list(self._client.conversation(name).messages())
         self._open(name)
         self._show(messages[-2:])
@@ -268,7 +269,7 @@ class Commands:
             raise InvalidArgument("/edit", NO_TURN)
         text: str | None = argument
         if not argument:
-            if self._editor is None or not self._editor.edits:
+            if self._editor is None or not self._editor.can_prefill:
                 raise InvalidArgument("/edit", "needs the new message")
             text = self._editor.message(last.text)
         if not text:
@@ -318,11 +319,11 @@ class Commands:
         cached: Cached = {}
         try:
             with self._admin(self._talk.conversation_id) as admin:
-                of_daemon = list(daemon_rows(admin.stats()))
+                daemon_figures = list(daemon_rows(admin.stats()))
                 cached = by_id(admin.cached(limit=CACHED_MAX))
         except (PermissionDenied, Unauthenticated):
-            of_daemon = [("daemon", "its figures need an admin token")]
-        rows = [*self._conversation_rows(cached), *of_daemon]
+            daemon_figures = [("daemon", "its figures need an admin token")]
+        rows = [*self._conversation_rows(cached), *daemon_figures]
         width = max(len(name) for name, _ in rows) + 2
         self._screen.line("\n".join(f"{name:<{width}}{text}" for name, text in rows))
 
@@ -343,9 +344,9 @@ class Commands:
 
 def usage_rows(usage: Usage) -> Iterator[tuple[str, str]]:
     """Return the usage of a turn as rows of a table."""
-    held = usage.prompt_tokens - usage.new_tokens
-    found = usage.device_tokens + usage.host_tokens
-    share = f", {found / held:.0%} of the earlier ones cached" if held else ""
+    num_earlier = usage.prompt_tokens - usage.new_tokens
+    num_cached = usage.device_tokens + usage.host_tokens
+    share = f", {num_cached / num_earlier:.0%} of the earlier tokens cached" if num_earlier else ""
     yield "last prompt", f"{usage.prompt_tokens:,} tokens, {usage.new_tokens:,} new{share}"
     seconds = usage.total_seconds - usage.first_token_seconds
     rate = f", {(usage.output_tokens - 1) / seconds:.1f}/s" if seconds > 0 else ""
@@ -384,7 +385,7 @@ class RetryNotice:
             time.sleep(seconds)  # a thread of CtrlC retries the call that stops a reply
             return
         if not self._ctrl_c.at_prompt:  # at the prompt, completion must not wait
-            self._screen.passing(f"[{self._name} is not ready; retrying, Ctrl-C gives up]")
+            self._screen.show_temporary(f"[{self._name} is not ready; retrying, Ctrl-C gives up]")
             if self._ctrl_c.sleep(seconds):
                 return
         raise Unavailable(f"{self._name} is not ready")

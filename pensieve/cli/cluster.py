@@ -29,8 +29,8 @@ def add_parser(commands: Any) -> None:
     up = actions.add_parser(
         "up",
         help="start a cluster, or apply a new configuration",
-        description="Deploy CONFIG, a Ray Serve file (docs/ray.md), to the Ray cluster at --ray, or to one "
-        "that is started on this machine. --local N needs no file.",
+        description="Deploy CONFIG, a Ray Serve file (docs/ray.md), to the Ray cluster at --ray, or to a Ray "
+        "cluster that the command starts on this machine. --local N needs no file.",
     )
     up.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a Ray Serve YAML file")
     up.add_argument("--local", type=int, metavar="N", help="run N replicas on this machine")
@@ -159,7 +159,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(NO_CLUSTER)
         return 1
     with deploying.connected(address):
-        state = deploying.look()
+        state = deploying.read_state()
     print(f"{state.status.lower() or 'nothing deployed'}: {state.running} of {state.wanted} run")
     for each in state.replicas:
         print(

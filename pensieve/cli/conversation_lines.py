@@ -25,7 +25,7 @@ from pensieve.text.message import Message as TemplateMessage
 
 
 @dataclass(frozen=True)
-class Given:
+class ParsedConversation:
     """A conversation that was read from a line."""
 
     conversation_id: str | None  # None: the line has no id
@@ -59,7 +59,7 @@ def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
         if each.role == "system" and not each.text:
             continue  # an empty system message exists only for the tokens of the tools
         if held and each.role != "tool":
-            yield from _named(held)
+            yield from _with_call_ids(held)
             held = []
         made = openai_message(each)
         if held or any(not call["id"] for call in each.tool_calls):
@@ -67,20 +67,20 @@ def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
             held.append(made)
         else:
             yield made
-    yield from _named(held)
+    yield from _with_call_ids(held)
 
 
-def _named(held: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _with_call_ids(held: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield a message with calls and the answers to it. Calls without an id get one."""
     if not held:
         return
     calls = held[0]["tool_calls"]
     known = {call["id"] for call in calls}
     answers = [each["tool_call_id"] for each in held[1:] if each["tool_call_id"]]
-    left = [each for each in answers if each not in known]
+    unclaimed = [each for each in answers if each not in known]
     for index, call in enumerate(calls):
         if not call["id"]:
-            call["id"] = left.pop(0) if left else f"call_{held[0]['number']}_{index}"
+            call["id"] = unclaimed.pop(0) if unclaimed else f"call_{held[0]['number']}_{index}"
     for each in held:
         del each["number"]
         yield each
@@ -99,7 +99,7 @@ def openai_message(message: Message) -> dict[str, Any]:
     return made
 
 
-def given_of(line: str | bytes) -> Given:
+def parse_line(line: str | bytes) -> ParsedConversation:
     """Parse a line. Raises InvalidArgument, which names the wrong field."""
     # A line has no limit of its own. The daemon limits the size of a conversation.
     fields = Fields(read_json(line, "the line", math.inf), "")
@@ -118,7 +118,7 @@ def given_of(line: str | bytes) -> Given:
     system_prompt = ""
     if messages and messages[0].role in ("system", "developer"):
         system_prompt = messages.pop(0).content
-    return Given(
+    return ParsedConversation(
         conversation_id, metadata, tools, options, system_prompt, list(map(_for_sdk, messages))
     )
 

@@ -1,7 +1,7 @@
 """A table of conversations for people: title, age, size, what is cached, and an id.
 
 `pensieve conversations ls` and `/list` in `pensieve chat` print this table. The ids in the table may be
-shortened. `with_beginning` finds a conversation by a shortened id."""
+shortened. `id_with_beginning` finds a conversation by a shortened id."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def short_ids(ids: Sequence[str]) -> list[str]:
     ]
 
 
-def with_beginning(client: Client, beginning: str) -> str:
+def id_with_beginning(client: Client, beginning: str) -> str:
     """Return `beginning` if it is an existing id, otherwise the only id that begins with it.
 
     Searches the SEARCHED_MAX newest conversations.
@@ -127,10 +127,10 @@ def with_beginning(client: Client, beginning: str) -> str:
     except NotFound:
         pass
     newest = islice(client.conversations(), SEARCHED_MAX)
-    return _only(beginning, (each.conversation_id for each in newest))
+    return _only_match(beginning, (each.conversation_id for each in newest))
 
 
-def _only(beginning: str, ids: Iterable[str]) -> str:
+def _only_match(beginning: str, ids: Iterable[str]) -> str:
     found = [each for each in ids if each.startswith(beginning)]
     if not found:
         raise NotFound(f"no conversation has an id that is, or begins with, {beginning!r}")

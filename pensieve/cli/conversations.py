@@ -54,56 +54,62 @@ def add_parser(commands: Any) -> None:
         )
         return sub
 
-    listing = kinds.add_parser(
+    ls_parser = kinds.add_parser(
         "ls",
         help="list conversations, the newest first",
         description="List conversations, the newest first: title, age, size, what the daemon has cached of "
         "them, and the id. A long id is shortened. The other commands accept the beginning of an id when you "
         "type them on a terminal.",
     )
-    add_settings(listing, (*settings_for(REACH), *settings_named("data")))
-    listing.set_defaults(run=with_settings(ls))
-    listing.add_argument(
+    add_settings(ls_parser, (*settings_for(REACH), *settings_named("data")))
+    ls_parser.set_defaults(run=with_settings(ls))
+    ls_parser.add_argument(
         "--limit",
         type=_count,
         metavar="N",
         help=f"list at most N (default: {LISTED}; with --json: all)",
     )
-    listing.add_argument(
+    ls_parser.add_argument(
         "--json", action="store_true", help="print a line of JSON for each conversation"
     )
-    showing = command("show", show, "print the messages of a conversation")
-    showing.add_argument("id", metavar="ID", help="id of the conversation")
-    showing.add_argument("--json", action="store_true", help="print the line that export writes")
-    exporting = command(
+    show_parser = command("show", show, "print the messages of a conversation")
+    show_parser.add_argument("id", metavar="ID", help="id of the conversation")
+    show_parser.add_argument(
+        "--json", action="store_true", help="print the line that export writes"
+    )
+    export_parser = command(
         "export",
         export,
         "write conversations as lines of JSON",
         "Each line has an id, metadata, tools, template_options, and messages in the format of OpenAI's API.",
     )
-    exporting.add_argument("id", nargs="*", metavar="ID", help="ids of the conversations")
-    exporting.add_argument("--all", action="store_true", help="all conversations, the newest first")
-    exporting.add_argument(
+    export_parser.add_argument("id", nargs="*", metavar="ID", help="ids of the conversations")
+    export_parser.add_argument(
+        "--all", action="store_true", help="all conversations, the newest first"
+    )
+    export_parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="write them here (default: standard output)",
+        help="write the lines to FILE (default: standard output)",
     )
-    importing = command(
+    import_parser = command(
         "import",
         import_,
         "create conversations from lines of JSON",
         "FILE has the format that export writes; a line needs only `messages`. The chat template tokenizes "
         "them anew, so the tokens of a reply may differ from those that were sampled.",
     )
-    importing.add_argument("file", metavar="FILE", help="file with the lines; `-`: standard input")
-    importing.add_argument(
+    import_parser.add_argument(
+        "file", metavar="FILE", help="file with the lines; `-`: standard input"
+    )
+    import_parser.add_argument(
         "--new-ids", action="store_true", help="give each conversation a new id, and print the ids"
     )
-    removing = command("rm", remove, "delete conversations, also on disk")
-    removing.add_argument("id", nargs="+", metavar="ID", help="ids of the conversations")
-    removing.add_argument("--yes", action="store_true", help="delete without asking")
+    rm_parser = command("rm", remove, "delete conversations, also on disk")
+    rm_parser.add_argument("id", nargs="+", metavar="ID", help="ids of the conversations")
+    rm_parser.add_argument("--yes", action="store_true", help="delete without asking")
 
 
 def _count(text: str) -> int:
@@ -131,11 +137,11 @@ def _run(
 def _find(client: Client, conversation_id: str) -> str:
     """Return the id of the conversation that the user means.
 
-    Without a terminal, only a full id is accepted, because a program does not see which one was found.
+    Without a terminal, only a full id is accepted, because a program cannot see which conversation was found.
     """
-    from pensieve.cli.conversation_table import with_beginning
+    from pensieve.cli.conversation_table import id_with_beginning
 
-    return with_beginning(client, conversation_id) if sys.stdin.isatty() else conversation_id
+    return id_with_beginning(client, conversation_id) if sys.stdin.isatty() else conversation_id
 
 
 # -- looking --
@@ -162,7 +168,7 @@ def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
         found = list(islice(states, limit + 1))
     print("\n".join(table_of(found[:limit], cached_by_id(admin))) or "no conversations yet")
     if len(found) > limit:
-        print(f"older ones are not shown: try --limit {10 * limit}", file=sys.stderr)
+        print(f"older conversations are not shown: try --limit {10 * limit}", file=sys.stderr)
     return 0
 
 
@@ -205,10 +211,10 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
     from pensieve.cli.conversation_lines import line_of
 
     if bool(arguments.id) is arguments.all:
-        raise InvalidArgument("ID", "name conversations or pass --all, one of the two")
+        raise InvalidArgument("ID", "either name conversations or pass --all")
     code = num_written = 0
     with _output(arguments.output) as file:
-        for conversation_id in _wanted(client, arguments):
+        for conversation_id in _chosen_ids(client, arguments):
             conversation = client.conversation(conversation_id)
             try:
                 # Write only complete lines, because the conversation may be deleted meanwhile.
@@ -229,7 +235,7 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
     return code
 
 
-def _wanted(client: Client, arguments: argparse.Namespace) -> Iterable[str]:
+def _chosen_ids(client: Client, arguments: argparse.Namespace) -> Iterable[str]:
     if not arguments.all:
         return dict.fromkeys(_find(client, each) for each in arguments.id)
     return (each.conversation_id for each in client.conversations())
@@ -253,7 +259,7 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
 
 
 def import_(client: Client, arguments: argparse.Namespace) -> int:
-    from pensieve.cli.conversation_lines import given_of
+    from pensieve.cli.conversation_lines import parse_line
 
     code = num_made = 0
     with _input(arguments.file) as file:
@@ -261,7 +267,7 @@ def import_(client: Client, arguments: argparse.Namespace) -> int:
             try:
                 if len(line) > LINE_BYTES_MAX:
                     raise InvalidArgument("the line", f"has more than {LINE_BYTES_MAX:,} bytes")
-                given = given_of(line)
+                given = parse_line(line)
                 name = None if arguments.new_ids else given.conversation_id
                 made = client.conversation(name).create(
                     system_prompt=given.system_prompt,
@@ -326,9 +332,9 @@ def _is_confirmed(client: Client, names: list[str]) -> bool:
 
     states = [client.conversation(each).get() for each in names]
     print("\n".join(table_of(states, None)))
-    which = "this conversation" if len(names) == 1 else f"these {len(names)} conversations"
+    subject = "this conversation" if len(names) == 1 else f"these {len(names)} conversations"
     try:
-        answer = input(f"Delete {which} for good? [y/N] ")
+        answer = input(f"Delete {subject} for good? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in ("y", "yes")

@@ -12,17 +12,17 @@ from pensieve.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
-    copying = commands.add_parser(
+    copy_parser = commands.add_parser(
         "copy",
         help="copy a history from the data folder to a database for several daemons, or back",
         description="Copy the history in --data to the empty database at --store (PostgreSQL, or an SQLite "
         "file). With --back, copy from --store to --data. First stop the daemons that use either of them. "
         "The copy is checked, and the original stays.",
     )
-    copying.add_argument("--back", action="store_true", help="copy from --store to --data")
-    copying.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(copying, settings_named("data", "store"))
-    copying.set_defaults(run=with_settings(copy))
+    copy_parser.add_argument("--back", action="store_true", help="copy from --store to --data")
+    copy_parser.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(copy_parser, settings_named("data", "store"))
+    copy_parser.set_defaults(run=with_settings(copy))
 
 
 def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -42,9 +42,7 @@ def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
         raise ConfigError(f"--data: the folder {data} has no history")
     with opened(data, "", "pensieve copy") as here, opened(data, url, "pensieve copy") as there:
         copied = copy_history(*((there, here) if arguments.back else (here, there)))
-    to = data if arguments.back else file or "PostgreSQL"
-    words = (
-        f"copied {copied.conversations:,} conversations with {copied.messages:,} messages to {to}"
-    )
+    target = data if arguments.back else file or "PostgreSQL"
+    words = f"copied {copied.conversations:,} conversations with {copied.messages:,} messages to {target}"
     print(json.dumps(copied._asdict()) if arguments.json else f"{words}, and checked the copy")
     return 0

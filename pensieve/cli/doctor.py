@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = dict(findings())
     if arguments.model:
         found.update(_model(arguments))
-    problems = list(wrong(found))
+    problems = list(problems_of(found))
     if arguments.json:
         print(json.dumps({"findings": found, "problems": problems}))
     else:
@@ -179,22 +179,22 @@ def _model(arguments: argparse.Namespace) -> dict[str, str]:
     try:
         settings = resolve(flags, os.environ).settings
         folder = resolve_model(settings.model)
-        texts = load_texts(folder, _ignored, settings.chat_template)
+        texts = load_texts(folder, _ignore, settings.chat_template)
         with contextlib.ExitStack() as undo:
-            loaded = load_model(settings, folder, _ignored, undo).model
+            loaded = load_model(settings, folder, _ignore, undo).model
             check_vocabulary(texts.template.tokenizer, loaded.shape)
-            kept = profiles.stored_profile(profiles.key_of(settings, folder, loaded))
+            profile = profiles.stored_profile(profiles.key_of(settings, folder, loaded))
     except PensieveError as error:
         return {"model": f"{REFUSED}{one_line(error)}"}
     shape = loaded.shape
     kv = f"KV in {shape.kv_format.in_words}, {shape.kv_bytes_per_token:,} bytes a token"
     return {
         "model": f"{settings.model}, {loaded.flat.form}; {kv}",
-        "profile": kept if isinstance(kept, str) else kept.in_words,
+        "profile": profile if isinstance(profile, str) else profile.in_words,
     }
 
 
-def _ignored(line: str) -> None:
+def _ignore(line: str) -> None:
     """Drop a progress line."""
 
 
@@ -224,7 +224,7 @@ def _rounded(count: int) -> int:
     return count // unit * unit
 
 
-def wrong(found: dict[str, str]) -> Iterator[str]:
+def problems_of(found: dict[str, str]) -> Iterator[str]:
     for name in PACKAGES.values():
         if found[name] == "missing":
             yield f"the package {name} is missing: pip install {name}"

@@ -15,7 +15,7 @@ from pensieve.config import (
     Resolved,
     Table,
     print_settings,
-    removed,
+    removed_setting_error,
     resolve,
     settings_for,
 )
@@ -42,11 +42,11 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         if setting.name == "model":
             command.add_argument("model", nargs="?", metavar="MODEL", help=text)
             continue
-        form: dict[str, Any] = {"action": "store_const", "const": "true"}
+        keywords: dict[str, Any] = {"action": "store_const", "const": "true"}
         if setting.metavar:
-            form = {"metavar": setting.metavar}
+            keywords = {"metavar": setting.metavar}
         action = groups[setting.group].add_argument(
-            setting.flag, dest=setting.name, help=shown, **form
+            setting.flag, dest=setting.name, help=shown, **keywords
         )
         if shown != text:
             hidden.append((action, text))
@@ -90,8 +90,8 @@ def _groups(table: Table) -> list[str]:
 class _HelpAll(argparse.Action):
     """Print the help with all flags."""
 
-    def __init__(self, *, hidden: list[tuple[argparse.Action, str]], **rest: Any) -> None:
-        super().__init__(nargs=0, default=argparse.SUPPRESS, **rest)
+    def __init__(self, *, hidden: list[tuple[argparse.Action, str]], **options: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
         self._hidden = hidden
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -120,7 +120,7 @@ def with_settings(
     def run(arguments: argparse.Namespace) -> int:
         for name in REMOVED_SETTINGS:
             if getattr(arguments, REMOVED_FLAG + name, None) is not None:
-                raise removed("--" + name.replace("_", "-"), name)
+                raise removed_setting_error("--" + name.replace("_", "-"), name)
         table: Table = arguments.table
         flags = {setting.name: getattr(arguments, setting.name) for setting in table}
         resolved = resolve(flags, os.environ, arguments.config, table)

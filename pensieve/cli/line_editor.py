@@ -35,14 +35,14 @@ class LineEditor:
         self._ctrl_c = ctrl_c
         self._history = history
         self._complete = complete
-        self._found: list[str] = []
+        self._matches: list[str] = []
         self.is_terminal = sys.stdin.isatty()  # if not, show no prompts
-        self._readline = _readline() if self.is_terminal and sys.stdout.isatty() else None
+        self._readline = _import_readline() if self.is_terminal and sys.stdout.isatty() else None
         if self._readline is not None:
             self._prepare(self._readline)
 
     @property
-    def edits(self) -> bool:
+    def can_prefill(self) -> bool:
         """Whether `message` supports `begin_with`."""
         return self._readline is not None
 
@@ -61,15 +61,15 @@ class LineEditor:
                 readline.set_startup_hook()
         if text is not None and "\n" not in text:
             if text.lstrip().startswith(QUOTES):
-                text = self._quoted(text.lstrip().removeprefix(QUOTES))
+                text = self._read_quoted(text.lstrip().removeprefix(QUOTES))
             elif self.is_terminal and text.endswith("\\"):
-                text = self._continued(text)
+                text = self._read_continuation(text)
         text = text if text is None else text.strip()
         if text and self._readline is not None:
             self._remember(self._readline, text)
         return text
 
-    def _continued(self, text: str) -> str | None:
+    def _read_continuation(self, text: str) -> str | None:
         while text.endswith("\\"):
             try:
                 line = self._ctrl_c.line("... ")
@@ -80,7 +80,7 @@ class LineEditor:
             text = f"{text[:-1]}\n{line}"
         return text.removesuffix("\\")
 
-    def _quoted(self, text: str) -> str | None:
+    def _read_quoted(self, text: str) -> str | None:
         while not text.rstrip().endswith(QUOTES):
             try:
                 line = self._ctrl_c.line("... " if self.is_terminal else "")
@@ -111,19 +111,19 @@ class LineEditor:
         if index == 0:
             assert self._readline is not None
             line = self._readline.get_line_buffer()[: self._readline.get_endidx()]
-            self._found = [each for each in self._complete(line) if each.startswith(word)]
-        return self._found[index] if index < len(self._found) else None
+            self._matches = [each for each in self._complete(line) if each.startswith(word)]
+        return self._matches[index] if index < len(self._matches) else None
 
     def _remember(self, readline: ModuleType, text: str) -> None:
         readline.add_history(text)
         line = text.replace("\\", "\\\\").replace("\n", "\\n") + "\n"
         with contextlib.suppress(OSError):
-            to = os.open(self._history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with open(to, "a", encoding="utf-8", errors="surrogateescape") as file:
+            descriptor = os.open(self._history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with open(descriptor, "a", encoding="utf-8", errors="surrogateescape") as file:
                 file.write(line)
 
 
-def _readline() -> ModuleType | None:
+def _import_readline() -> ModuleType | None:
     try:
         import readline
     except ImportError:  # Python may be built without readline

@@ -63,23 +63,25 @@ class Command(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            meant = _meant(flag, [each for each in self._option_string_actions if each[:2] == "--"])
+            suggestion = _suggestion(
+                flag, [each for each in self._option_string_actions if each[:2] == "--"]
+            )
             what = "unknown flag" if flag.startswith("-") else "unexpected argument"
-            self.error(f"{what} {flag}{meant}")
+            self.error(f"{what} {flag}{suggestion}")
         return found, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = [str(each) for each in action.choices or ()]
         if not choices or value in (action.choices or ()):
             return
-        near = _meant(str(value), choices) or f"; choose one of {', '.join(choices)}"
+        near = _suggestion(str(value), choices) or f"; choose one of {', '.join(choices)}"
         self.error(f"unknown {_name_of(action)} {str(value)!r}{near}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            self.error(f"{_name_of(action)} {_wanted(action, arg_strings) or error.message}")
+            self.error(f"{_name_of(action)} {_expectation(action, arg_strings) or error.message}")
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace(
@@ -93,7 +95,7 @@ def _name_of(action: argparse.Action) -> str:
     return "/".join(action.option_strings) or str(action.metavar or action.dest).lower()
 
 
-def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
+def _expectation(action: argparse.Action, given: Sequence[str]) -> str:
     """Say which values an argument accepts. Return "" if argparse's own error message is sufficient."""
     parse = action.type
     if parse in (int, float):
@@ -108,7 +110,7 @@ def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
     return ""
 
 
-def _meant(given: str, known: Iterable[str]) -> str:
+def _suggestion(given: str, known: Iterable[str]) -> str:
     """Suggest the most similar known word. Leading dashes do not count for the similarity."""
     words = {each.strip("-"): each for each in known}
     near = difflib.get_close_matches(given.strip("-"), list(words), 1, SIMILARITY)

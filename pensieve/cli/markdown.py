@@ -100,7 +100,7 @@ def _parser() -> Any:
 def _markdown_class() -> Any:
     from rich.markdown import Heading, Markdown
 
-    class Left(Heading):
+    class LeftHeading(Heading):
         """A heading at the left, without a frame."""
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
@@ -108,7 +108,7 @@ def _markdown_class() -> Any:
             yield self.text
 
     class ReplyMarkdown(Markdown):
-        elements = {**Markdown.elements, "heading_open": Left}  # noqa: RUF012
+        elements = {**Markdown.elements, "heading_open": LeftHeading}  # noqa: RUF012
 
         def __init__(self, text: str) -> None:
             super().__init__("", code_theme=CODE_THEME, hyperlinks=False)
@@ -133,15 +133,15 @@ def _with_indentation(text: str) -> str:
     for line in text.split("\n"):
         rest = line.lstrip(" \t")
         column = len(line[: len(line) - len(rest)].expandtabs(TAB_COLUMNS))
-        more = max(column - offset, 0)
-        if more < CODE_COLUMNS and (item := ITEM.match(rest)):
+        indent = max(column - offset, 0)
+        if indent < CODE_COLUMNS and (item := ITEM.match(rest)):
             offset = column + len(item[0])
         elif (
             rest
-            and more >= INDENT_COLUMNS_MIN
-            and not (more < CODE_COLUMNS and STARTS_BLOCK.match(rest))
+            and indent >= INDENT_COLUMNS_MIN
+            and not (indent < CODE_COLUMNS and STARTS_BLOCK.match(rest))
         ):
-            shown = PUNCTUATION.sub(r"\\\1", rest) if more >= CODE_COLUMNS else rest
-            line = " " * (column - more) + INDENT * more + shown
+            shown = PUNCTUATION.sub(r"\\\1", rest) if indent >= CODE_COLUMNS else rest
+            line = " " * (column - indent) + INDENT * indent + shown
         lines.append(line)
     return "\n".join(lines)

@@ -56,14 +56,14 @@ def address_of(resolved: Resolved) -> tuple[str, Tls]:
     if address is None:
         path = socket_path(data)
         if not is_listened_to(path):
-            why = (
+            reason = (
                 f"a killed daemon left the socket {path}"
                 if path.exists()
                 else f"there is no socket {path}"
             )
             raise ConfigError(
-                f"no daemon has the data folder {data} ({why}). `pensieve serve` starts one; --data and "
-                "--address name another one"
+                f"no daemon has the data folder {data} ({reason}). `pensieve serve` starts one. To use "
+                "another daemon, pass --data or --address"
             )
         address = socket_address(path)
     return address, tls_to(address, resolved)
@@ -90,7 +90,7 @@ def check_engine_flags(resolved: Resolved, address: str, info: ServerInfo | None
         )
 
 
-def check_reaching(resolved: Resolved) -> None:
+def check_reach_flags(resolved: Resolved) -> None:
     """Raise InvalidArgument for flags such as --token or --tls without --address.
 
     The socket in the data folder uses neither a token nor TLS.
@@ -132,12 +132,12 @@ def make_model(model: str, ctrl_c: CtrlC) -> None:
         resolve_model(model, lambda line: print(line, file=sys.stderr, flush=True), check)
 
 
-def reached(client: Client) -> ServerInfo | None:
-    """Check address, TLS and token before the user types anything.
+def server_info_of(client: Client) -> ServerInfo | None:
+    """Return the daemon's server_info, and so check address, TLS and token before the user types anything.
 
-    Returns None if the daemon has an earlier version, without the method server_info.
-
-    A daemon that is loading its model counts as reached, because the first request waits for the model.
+    Returns None if the daemon has an earlier version, without the method server_info. Raises Unavailable if
+    no daemon can be reached. A daemon that is loading its model counts as reachable, because the
+    first request waits for the model.
     """
     try:
         info = client.server_info()
@@ -179,10 +179,10 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True)
     with console.status("starting") as status:
-        keep = ("KV pools", "chat template", "a turn of", "conversation ")
+        permanent_beginnings = ("KV pools", "chat template", "a turn of", "conversation ")
 
         def report(line: str) -> None:
-            if line.startswith(keep) and not quiet:
+            if line.startswith(permanent_beginnings) and not quiet:
                 console.print(line, style="dim", highlight=False)
             status.update(line)
 

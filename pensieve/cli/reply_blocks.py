@@ -43,7 +43,7 @@ class Blocks:
         self._lines: list[str] = []  # complete lines of the open block
         self._num_characters = 0  # number of characters in `_lines`
         self._gap = False  # `gap` of the open block
-        self._any = False  # the reply has an earlier block
+        self._has_earlier_block = False  # the reply has an earlier block
         self._is_item = False  # the open block is a list item
         self._is_waiting = False  # the list item ends with an empty line, and may continue
         self._fence = ""  # the fence that began the open code
@@ -66,8 +66,8 @@ class Blocks:
     @property
     def open(self) -> Block | None:
         """The unfinished last block, or None."""
-        held = UNDECIDED.fullmatch(self._partial) is not None
-        lines = self._lines if held or not self._partial else [*self._lines, self._partial]
+        is_undecided = UNDECIDED.fullmatch(self._partial) is not None
+        lines = self._lines if is_undecided or not self._partial else [*self._lines, self._partial]
         return self._block(lines, False) if lines or self._fence else None
 
     def cut(self) -> list[Block]:
@@ -137,20 +137,20 @@ class Blocks:
     def _close(self, finished: list[Block]) -> None:
         finished.append(self._block(self._lines, True))
         self._fence = ""
-        self._forget()
+        self._begin_block()
 
     def _finish(self, finished: list[Block]) -> None:
         if self._lines or (self._fence and self._opens):
             finished.append(self._block(self._lines, False))
-            self._forget()
+            self._begin_block()
 
-    def _forget(self) -> None:
+    def _begin_block(self) -> None:
         self._lines, self._num_characters = [], 0
-        self._any, self._gap, self._opens = True, False, False
+        self._has_earlier_block, self._gap, self._opens = True, False, False
         self._is_item = self._is_waiting = False
 
     def _block(self, lines: list[str], closes: bool) -> Block:
-        gap, text = self._gap and self._any, "\n".join(lines)
+        gap, text = self._gap and self._has_earlier_block, "\n".join(lines)
         if not self._fence:
             return Block(text, gap)
         return Block(text, gap, True, self._language, self._opens, closes)

@@ -33,7 +33,7 @@ class ReplyView:
         self._blocks = Blocks()
         self._shown_at = float("-inf")
         self._note = ""
-        self._thought: list[str] = []
+        self._thinking_pieces: list[str] = []
         self._has_text = False
         self.is_empty = True
 
@@ -80,16 +80,16 @@ class ReplyView:
 
     def _think(self, text: str) -> None:
         self._keep(self._blocks.cut())
-        self._thought.append(text)
+        self._thinking_pieces.append(text)
         if self._now() - self._shown_at >= SHOW_SECONDS:
             self._show()
 
     def _fold(self) -> None:
         """Replace the shown thinking by one line."""
-        if not self._thought:
+        if not self._thinking_pieces:
             return
-        num_words = len("".join(self._thought).split())
-        self._thought = []
+        num_words = len("".join(self._thinking_pieces).split())
+        self._thinking_pieces = []
         self._rows.show(dim_rows(f"[thought: {num_words} words]", self._width))
         self._rows.keep()
         self.is_empty = False
@@ -103,8 +103,8 @@ class ReplyView:
     def _show(self) -> None:
         self._shown_at = self._now()
         rows: list[str] = []
-        if self._thought:
-            latest = "".join(self._thought[-THINKING_ROWS * self._width :])
+        if self._thinking_pieces:
+            latest = "".join(self._thinking_pieces[-THINKING_ROWS * self._width :])
             words = " ".join(latest[-THINKING_ROWS * self._width :].split())
             rows = dim_rows(words, self._width)[-THINKING_ROWS:]
         elif (block := self._blocks.open) is not None:

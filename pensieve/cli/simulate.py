@@ -77,7 +77,7 @@ def command(arguments: argparse.Namespace) -> int:
     return _sweep(arguments, _points(arguments))
 
 
-def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
+def _sweep(arguments: argparse.Namespace, sweep_points: list[SweepPoint]) -> int:
     from pensieve.bench import plots, simulate_sheet
     from pensieve.core.scheduler_config import SchedulerConfig
     from pensieve.sim import report
@@ -110,18 +110,18 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
         stateless=arguments.stateless,
         phases=arguments.phases,
     )
-    weighed = ""
-    if recompute.copy_seconds and any(point.policy == "return" for point in found):
-        weighed = "; the policy `return` weighs copies against recomputing, as in a daemon"
-    print(f"assumed: {cost.source}{weighed}", file=sys.stderr)
+    policy_note = ""
+    if recompute.copy_seconds and any(point.policy == "return" for point in sweep_points):
+        policy_note = "; the policy `return` weighs copies against recomputing, as in a daemon"
+    print(f"assumed: {cost.source}{policy_note}", file=sys.stderr)
     rows = []
     problems = Problems()
-    for number, point in enumerate(found, 1):
+    for number, point in enumerate(sweep_points, 1):
         problems = Problems()
-        name = f"{number} of {len(found)}, {point.policy}"
+        name = f"{number} of {len(sweep_points)}, {point.policy}"
         if len(arguments.seed) > 1:
             name += f", seed {point.seed}"
-        rows.append(_simulated(setting, point, problems, name, arguments.record))
+        rows.append(_simulate_point(setting, point, problems, name, arguments.record))
         _check_read(arguments, problems)
         print(f"{name}: {rows[-1]['turns']:,} turns", file=sys.stderr, flush=True)
     report.add_savings(rows)
@@ -131,8 +131,8 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
         print(
             f"{refused} turns were refused: they are larger than the device tier", file=sys.stderr
         )
-    if idle := report.why_equal(rows):
-        print(idle, file=sys.stderr)
+    if reason := report.why_equal(rows):
+        print(reason, file=sys.stderr)
     if arguments.plot is not None:
         facts = _facts(arguments, cost)
         path = simulate_sheet.draw(rows, facts, arguments.plot)
@@ -144,7 +144,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
     return 0
 
 
-def _simulated(
+def _simulate_point(
     setting: SweepSettings, point: SweepPoint, problems: Problems, name: str, record: Path | None
 ) -> dict[str, Any]:
     """Simulate one point of the sweep and return its row. With `record`, also write a journal."""
@@ -302,7 +302,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
         "hardly be beaten "
-        f"(default: {','.join(COMPARED_POLICIES)}; with --stateless it does not matter)",
+        f"(default: {','.join(COMPARED_POLICIES)}; with --stateless the policy does not matter)",
     )
     parser.add_argument(
         "--model",
@@ -383,7 +383,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens of a reply, after which a turn gives its place to a waiting turn (default: 0, never)",
+        help="tokens of a reply after which the turn gives its place to a waiting turn (default: 0, never)",
     )
     parser.add_argument(
         "--turns-max",
@@ -458,12 +458,12 @@ def check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _several(one: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+def _several(parse: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     """Return a parser for comma-separated values."""
 
     def several(text: str) -> list[Value]:
         try:
-            return [one(each) for each in text.split(",")]
+            return [parse(each) for each in text.split(",")]
         except ValueError:
             raise argparse.ArgumentTypeError(
                 f"must be a number, or several with commas between them, not {text!r}"

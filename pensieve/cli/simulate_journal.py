@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--journal",
         type=Path,
         metavar="FILE",
-        help="instead of a trace: plan the iterations of this journal again, and compare; exit code 1 if one "
-        "differs",
+        help="instead of a trace: plan the iterations of this journal again, and compare; exit code 1 if an "
+        "iteration differs",
     )
     group.add_argument(
         "--fit",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost",
         type=Path,
         metavar="FILE",
-        help="use the costs in this file, written by --fit, not those of --model on --hardware",
+        help="use the costs in this file, written by --fit, instead of the costs of --model on --hardware",
     )
     group.add_argument(
         "--record",
@@ -64,11 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(
             "journal", "a journal has its own turns; leave out trace files and --workload"
         )
-    replay, seen, errors = Replay(_lines(path)), Observations(), PredictionErrors(ERRORS_KEPT)
+    replay, observations, errors = (
+        Replay(_lines(path)),
+        Observations(),
+        PredictionErrors(ERRORS_KEPT),
+    )
     problem = None
     try:
         for replayed in replay:
-            seen.add(replayed)
+            observations.add(replayed)
             errors.add(replayed.iteration.predicted_seconds, replayed.ended - replayed.begun)
             if replay.num_agreed % REPORT_EVERY == 0:
                 print(f"{replay.num_agreed:,} iterations", file=sys.stderr, flush=True)
@@ -96,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{p90:.0%} (P90)"
             )
     if problem is None and arguments.fit is not None:
-        fit = _fitted(arguments, replay, seen)
+        fit = _fit_costs(arguments, replay, observations)
         result["fit"] = {
             "cost": {name: value for name, value in vars(fit.cost).items() if name != "source"},
             "errors": [each._asdict() for each in fit.errors],
@@ -120,21 +124,21 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _outcome(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
     engines = f", by {replay.num_engines} engines" if replay.num_engines > 1 else ""
-    agreed = f"{replay.num_agreed:,} iterations{engines}"
+    count = f"{replay.num_agreed:,} iterations{engines}"
     if problem is None:
-        yield f"{path}: {agreed}, all planned again as they were recorded"
+        yield f"{path}: {count}, all planned again as they were recorded"
     else:
-        yield f"{path}: {problem}. The {agreed} before this were planned as recorded"
+        yield f"{path}: {problem}. The {count} before this were planned as recorded"
         if replay.written_by != __version__:
-            by = replay.written_by or "(an old version)"
-            yield f"  pensieve {by} wrote it; {__version__} may plan differently"
+            version = replay.written_by or "(an old version)"
+            yield f"  pensieve {version} wrote it; {__version__} may plan differently"
     for line in replay.cut_off[:3]:
         yield f"  line {line} is incomplete, because its engine was killed, and was left out"
     if len(replay.cut_off) > 3:
-        yield f"  so were {len(replay.cut_off) - 3} more"
+        yield f"  and {len(replay.cut_off) - 3} more lines"
 
 
-def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -> Fit:
+def _fit_costs(arguments: argparse.Namespace, replay: Replay, observations: Observations) -> Fit:
     from pensieve.sim import cost_file
     from pensieve.sim.cost import HARDWARE, INSTANT, MODELS
     from pensieve.sim.fit import assumed_costs, fitted
@@ -148,7 +152,7 @@ def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -
     name = replay.model.get("name") or arguments.model
     source = f"fitted to {replay.num_agreed:,} iterations of {name} in {arguments.journal.name}"
     try:
-        fit = fitted(seen, assumed, source)
+        fit = fitted(observations, assumed, source)
     except ValueError as error:
         raise ConfigError(f"{arguments.journal} cannot be fitted: {error}") from error
     cost_file.save(fit, arguments.fit)

@@ -57,7 +57,7 @@ LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
     "--priority-max": (
         whole(PRIORITY_MIN, PRIORITY_MAX),
         "N",
-        "maximum priority of turns with this token; a higher one is lowered to it",
+        "maximum priority of turns with this token; higher priorities are lowered to N",
     ),
 }
 

@@ -53,7 +53,8 @@ from pensieve.errors import (
 )
 
 HOMES_MAX = 10_000
-IDS_DRAWN_MAX = 1_000  # limit of `id_beside`, which needs N draws on average with N addresses
+# Limit of `id_with_same_home`, which needs N draws on average with N addresses.
+IDS_DRAWN_MAX = 1_000
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +128,7 @@ class Addresses:
         names.remove(home)
         return [home, *names]
 
-    def id_beside(self, key: str) -> str:
+    def id_with_same_home(self, key: str) -> str:
         """Return a random id with the same home as `key`, for a fork: this home has the history of `key`."""
         home = self.order(key)[0]
         drawn = new_id()
@@ -165,7 +166,7 @@ class Addresses:
                     return Choice(name, True)
         return Choice(left[0], True) if left else None  # all are avoided: use the best of them
 
-    def works(self, name: str, *, is_default: bool = False) -> None:
+    def note_works(self, name: str, *, is_default: bool = False) -> None:
         """Note that an address has answered."""
         with self._lock:
             standing = self._standings[name]
@@ -174,7 +175,7 @@ class Addresses:
             if is_default:
                 self._default = name
 
-    def failed(self, name: str, error: str) -> None:
+    def note_failed(self, name: str, error: str) -> None:
         """Note that an address is unreachable or does not serve."""
         with self._lock:
             standing, now = self._standings[name], self._clock()
@@ -182,7 +183,7 @@ class Addresses:
             if not standing.num_failures or now >= standing.avoided_until:
                 self._avoid(standing, now)  # during the pause, more failures do not count
 
-    def doubt(self, name: str, error: str) -> None:
+    def note_doubt(self, name: str, error: str) -> None:
         """Note that a call was lost. The address is checked before its next use."""
         with self._lock:
             self._standings[name].error, self._standings[name].is_doubtful = error, True
@@ -200,7 +201,7 @@ class Addresses:
             return tuple(
                 AddressState(
                     name,
-                    _word(standing),
+                    _state_text(standing),
                     standing.num_failures,
                     max(standing.avoided_until - now, 0.0) if standing.num_failures else 0.0,
                     standing.error if standing.num_failures or standing.is_doubtful else "",
@@ -210,7 +211,7 @@ class Addresses:
 
     def _avoid(self, standing: _Standing, now: float) -> None:
         standing.num_failures += 1
-        standing.avoided_until = now + self._retry.grown(standing.num_failures)
+        standing.avoided_until = now + self._retry.backoff(standing.num_failures)
 
 
 class Route:
@@ -259,15 +260,15 @@ class Route:
             self._has_answered = True
             self.begin_round()
             self._first = self.at
-            self._addresses.works(self.at, is_default=not self.key)
+            self._addresses.note_works(self.at, is_default=not self.key)
         if home:
             self._addresses.learn(self.key, home)
 
-    def serves(self) -> None:
+    def note_serving(self) -> None:
         """Note that the health check of the current address succeeded."""
-        self._addresses.works(self.at)
+        self._addresses.note_works(self.at)
 
-    def does_not_serve(self, error: PensieveError, *, is_reached: bool) -> None:
+    def note_not_serving(self, error: PensieveError, *, is_reached: bool) -> None:
         """Note that the health check failed. `is_reached`: a daemon answered it."""
         self._fail(error)
         if is_reached:
@@ -283,7 +284,7 @@ class Route:
             return False
         self._last = error
         if isinstance(error, OwnedElsewhere):
-            self._addresses.works(self.at)
+            self._addresses.note_works(self.at)
             self._tried[self.at], self._first = error, ""
             if self._addresses.learn(self.key, error.address) and error.address not in self._tried:
                 self._first = error.address
@@ -291,13 +292,13 @@ class Route:
             # asked forever.
             return self._has_untried and not self._has_answered
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
-            self._addresses.doubt(self.at, str(error))
+            self._addresses.note_doubt(self.at, str(error))
             return False
         if not isinstance(error, Unavailable):
             self.answered()
             return False
         if self._has_answered:
-            self._addresses.doubt(self.at, str(error))
+            self._addresses.note_doubt(self.at, str(error))
             return False
         self._fail(error)
         if self._stays:
@@ -313,7 +314,7 @@ class Route:
     def doubt(self, error: PensieveError) -> None:
         """Note that the turn timed out and the daemon did not confirm its end."""
         if self.at:
-            self._addresses.doubt(self.at, str(error))
+            self._addresses.note_doubt(self.at, str(error))
 
     def begin_round(self) -> None:
         """Allow all addresses again. Call this after a pause."""
@@ -331,15 +332,15 @@ class Route:
             return self._not_found(error)
         if not isinstance(error, Unavailable):
             return error
-        worth_waiting = [each for each in self._tried.values() if isinstance(each, Loading)]
-        kind: type[Unavailable] = Loading if worth_waiting else type(error)
-        whys = {name: str(each) for name, each in self._tried.items()}
-        whys.setdefault(self.at, str(error))
-        texts = [f"{name}: {whys.get(name, 'not tried')}" for name in self._addresses.names]
-        whole = kind(f"all {len(texts)} addresses failed ({'; '.join(texts)})")
-        cause = worth_waiting[0] if worth_waiting else error
-        whole.retry_after_seconds = cause.retry_after_seconds
-        return whole
+        loading = [each for each in self._tried.values() if isinstance(each, Loading)]
+        kind: type[Unavailable] = Loading if loading else type(error)
+        reasons = {name: str(each) for name, each in self._tried.items()}
+        reasons.setdefault(self.at, str(error))
+        texts = [f"{name}: {reasons.get(name, 'not tried')}" for name in self._addresses.names]
+        combined = kind(f"all {len(texts)} addresses failed ({'; '.join(texts)})")
+        cause = loading[0] if loading else error
+        combined.retry_after_seconds = cause.retry_after_seconds
+        return combined
 
     def _not_found(self, error: NotFound) -> NotFound:
         home = self._addresses.order(self.key)[0] if self.key else self.at
@@ -355,7 +356,7 @@ class Route:
         return self.are_several and any(n not in self._tried for n in self._addresses.names)
 
     def _fail(self, error: PensieveError) -> None:
-        self._addresses.failed(self.at, str(error))
+        self._addresses.note_failed(self.at, str(error))
         self._addresses.forget_home(self.key, self.at)
         self._tried[self.at], self._first = error, ""
 
@@ -380,7 +381,7 @@ def is_temporary_refusal(error: PensieveError) -> bool:
     return isinstance(error, Loading | OwnedElsewhere)
 
 
-def _word(standing: _Standing) -> str:
+def _state_text(standing: _Standing) -> str:
     if standing.num_failures:
         return "avoided"
     if standing.is_doubtful:

@@ -28,13 +28,13 @@ class Admin(Client):
 
     def stats(self) -> pb.Stats:
         """Return the daemon's current figures."""
-        return self.call(lambda at: _stub(at).GetStats, pb.GetStatsRequest()).stats
+        return self.call(lambda link: _stub(link).GetStats, pb.GetStatsRequest()).stats
 
     def watch(self, interval_seconds: float = 1.0) -> Iterator[pb.Stats]:
         """Iterate over the daemon's figures, one every `interval_seconds`, until the daemon ends."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         stream = self._connection.stream(
-            lambda at: _stub(at).WatchStats, request, Deadline(None), self._connection.route("")
+            lambda link: _stub(link).WatchStats, request, Deadline(None), self._connection.route("")
         )
         try:
             while (response := stream.read()) is not None:
@@ -44,7 +44,7 @@ class Admin(Client):
 
     def metrics(self) -> str:
         """Return the daemon's current metrics in Prometheus' exposition format."""
-        return self.call(lambda at: _stub(at).GetMetrics, pb.GetMetricsRequest()).text
+        return self.call(lambda link: _stub(link).GetMetrics, pb.GetMetricsRequest()).text
 
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
         """Return at most `limit` conversations with KV in the cache.
@@ -55,7 +55,7 @@ class Admin(Client):
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
         request = kinds(order=order, limit=limit)
-        answer = self.call(lambda at: _stub(at).ListCachedConversations, request, LOOK_SECONDS)
+        answer = self.call(lambda link: _stub(link).ListCachedConversations, request, LOOK_SECONDS)
         return list(answer.conversations)
 
     def explain(self, conversation_id: str, tenant: str = "") -> pb.ExplainConversationResponse:
@@ -64,7 +64,7 @@ class Admin(Client):
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
         )
-        return self.call(lambda at: _stub(at).ExplainConversation, request, LOOK_SECONDS)
+        return self.call(lambda link: _stub(link).ExplainConversation, request, LOOK_SECONDS)
 
     def evict(self, conversation_id: str, tenant: str = "", to_host: bool = False) -> int:
         """Evict the KV of a conversation, and return the number of evicted chunks.
@@ -79,22 +79,26 @@ class Admin(Client):
             if to_host
             else destination.DESTINATION_NOWHERE,
         )
-        answer = self.call(lambda at: _stub(at).EvictConversation, request)
+        answer = self.call(lambda link: _stub(link).EvictConversation, request)
         return answer.chunks_moved if to_host else answer.chunks_dropped
 
     def check(self) -> list[str]:
         """Check the daemon's cache, scheduler and history, and return the problems found."""
         return list(
-            self.call(lambda at: _stub(at).CheckIntegrity, pb.CheckIntegrityRequest()).problems
+            self.call(lambda link: _stub(link).CheckIntegrity, pb.CheckIntegrityRequest()).problems
         )
 
     def tenants(self) -> list[pb.Tenant]:
         """Return the usage and the limits of each tenant."""
-        return list(self.call(lambda at: _stub(at).ListTenants, pb.ListTenantsRequest()).tenants)
+        return list(
+            self.call(lambda link: _stub(link).ListTenants, pb.ListTenantsRequest()).tenants
+        )
 
     def tenant_prefixes(self) -> list[pb.TenantPrefix]:
         """Return the declared prefixes of all tenants, oldest first."""
-        answer = self.call(lambda at: _stub(at).ListTenantPrefixes, pb.ListTenantPrefixesRequest())
+        answer = self.call(
+            lambda link: _stub(link).ListTenantPrefixes, pb.ListTenantPrefixesRequest()
+        )
         return list(answer.prefixes)
 
     def delete_tenant_prefix(self, prefix_id: str, tenant: str = "") -> None:
@@ -102,12 +106,12 @@ class Admin(Client):
         request = pb.DeleteTenantPrefixRequest(
             prefix_id=check_id(prefix_id, "prefix_id"), tenant=check_text("tenant", tenant)
         )
-        self.call(lambda at: _stub(at).DeleteTenantPrefix, request)
+        self.call(lambda link: _stub(link).DeleteTenantPrefix, request)
 
     def drain(self) -> int:
         """Refuse new turns and let the running turns finish. Return how many are running."""
-        return self.call(lambda at: _stub(at).Drain, pb.DrainRequest()).turns_running
+        return self.call(lambda link: _stub(link).Drain, pb.DrainRequest()).turns_running
 
 
-def _stub(at: Link) -> admin_pb2_grpc.AdminServiceStub:
-    return admin_pb2_grpc.AdminServiceStub(at.channel)
+def _stub(link: Link) -> admin_pb2_grpc.AdminServiceStub:
+    return admin_pb2_grpc.AdminServiceStub(link.channel)

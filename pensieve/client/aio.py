@@ -82,7 +82,7 @@ class AsyncClient(AsyncBaseClient):
         `timeout` applies to each page that is fetched.
         """
         request = pb.ListConversationsRequest()
-        async for page in self.pages(lambda at: at.stub.ListConversations, request, timeout):
+        async for page in self.pages(lambda link: link.stub.ListConversations, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
@@ -97,7 +97,7 @@ class AsyncClient(AsyncBaseClient):
         `timeout` applies to each page that is fetched.
         """
         request = pb.ListPrefixesRequest()
-        async for page in self.pages(lambda at: at.stub.ListPrefixes, request, timeout):
+        async for page in self.pages(lambda link: link.stub.ListPrefixes, request, timeout):
             for each in page.prefixes:
                 yield prefix_of(each)
 
@@ -112,7 +112,7 @@ class AsyncClient(AsyncBaseClient):
         for name in names:
             left = deadline.left()
             most = left if len(names) == 1 else min(CHECK_SECONDS, left or CHECK_SECONDS)
-            error = await self._connection.serves(name, most)
+            error = await self._connection.health_problem(name, most)
             if error is None:
                 return True
             if not isinstance(error, Unavailable | DeadlineExceeded):
@@ -122,7 +122,9 @@ class AsyncClient(AsyncBaseClient):
     async def server_info(self, timeout: float | None = None) -> ServerInfo:
         """Return which model the daemon serves, and how. This also works while the model is loading."""
         request = pb.GetServerInfoRequest()
-        answer = await self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
+        answer = await self.call(
+            lambda link: link.stub.GetServerInfo, request, timeout, repeat=True
+        )
         return info_of(answer.server)
 
 
@@ -186,11 +188,11 @@ class AsyncConversation:
         pieces = import_requests(request)
         if pieces is None:
             created = await self.client.call(
-                lambda at: at.stub.CreateConversation, request, timeout
+                lambda link: link.stub.CreateConversation, request, timeout
             )
             return state_of(created.conversation)
         imported = await self.client.send_all(
-            lambda at: at.stub.ImportConversation, pieces, self.conversation_id, timeout
+            lambda link: link.stub.ImportConversation, pieces, self.conversation_id, timeout
         )
         return state_of(imported.conversation)
 
@@ -202,7 +204,7 @@ class AsyncConversation:
         """
         request = pb.GetConversationRequest(conversation_id=self.conversation_id)
         answer = await self.client.call(
-            lambda at: at.stub.GetConversation, request, timeout, repeat=True
+            lambda link: link.stub.GetConversation, request, timeout, repeat=True
         )
         return state_of(answer.conversation)
 
@@ -213,7 +215,7 @@ class AsyncConversation:
             NotFound: there is no such conversation.
         """
         request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
-        await self.client.call(lambda at: at.stub.DeleteConversation, request, timeout)
+        await self.client.call(lambda link: link.stub.DeleteConversation, request, timeout)
 
     @explains_sampling
     def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> AsyncTurn:
@@ -286,7 +288,7 @@ class AsyncConversation:
             cut_replies=cut_replies,
         )
         async for page in self.client.pages(
-            lambda at: at.stub.ListMessages, request, timeout, page_size
+            lambda link: link.stub.ListMessages, request, timeout, page_size
         ):
             for each in page.messages:
                 yield message_of(each)
@@ -308,9 +310,9 @@ class AsyncConversation:
         """
         addresses = self.client._connection.addresses
         if conversation_id is None:
-            conversation_id = addresses.id_beside(self.conversation_id)
+            conversation_id = addresses.id_with_same_home(self.conversation_id)
         request = fork_request(self.conversation_id, at_revision, conversation_id, metadata)
-        answer = await self.client.call(lambda at: at.stub.ForkConversation, request, timeout)
+        answer = await self.client.call(lambda link: link.stub.ForkConversation, request, timeout)
         addresses.learn(conversation_id, addresses.order(self.conversation_id)[0])
         return AsyncConversation(self.client, answer.conversation.conversation_id)
 
@@ -333,7 +335,7 @@ class AsyncConversation:
             to_revision=to_revision,
             expected_revision=expected_revision,
         )
-        answer = await self.client.call(lambda at: at.stub.RewindConversation, request, timeout)
+        answer = await self.client.call(lambda link: link.stub.RewindConversation, request, timeout)
         return state_of(answer.conversation)
 
     async def warm(self, timeout: float | None = None, cache_salt: str = "") -> None:
@@ -344,7 +346,9 @@ class AsyncConversation:
         request = pb.WarmConversationRequest(
             conversation_id=self.conversation_id, cache_salt=check_text("cache_salt", cache_salt)
         )
-        await self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
+        await self.client.call(
+            lambda link: link.stub.WarmConversation, request, timeout, repeat=True
+        )
 
     async def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
         """Stop the running turn and keep its generated text. Return whether a turn was running.
@@ -355,7 +359,7 @@ class AsyncConversation:
             conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
         )
         answer = await self.client.call(
-            lambda at: at.stub.CancelTurn, request, timeout, repeat=True
+            lambda link: link.stub.CancelTurn, request, timeout, repeat=True
         )
         return answer.was_running
 
@@ -392,8 +396,8 @@ class AsyncTurn:
         self._course = course
 
     def __repr__(self) -> str:
-        which = f"{type(self).__name__} {self.turn_id or self.request_id}"
-        return f"<{which} of {self.conversation_id!r}: {self._course.standing}>"
+        title = f"{type(self).__name__} {self.turn_id or self.request_id}"
+        return f"<{title} of {self.conversation_id!r}: {self._course.status_text}>"
 
     def __aiter__(self) -> AsyncTurn:
         return self
@@ -416,7 +420,7 @@ class AsyncTurn:
         while course.under_way:
             error: PensieveError | None = None
             try:
-                stream = await self._attached()
+                stream = await self._open_stream()
                 response = await stream.read() if stream is not None else None
             except PensieveError as failure:
                 error, response = failure, None
@@ -446,8 +450,10 @@ class AsyncTurn:
         """
         async for _ in self:
             pass
-        if (request := self._course.question()) is not None:
-            self._course.was_ended(await self._connection.end_turn(request, self._course.route))
+        if (request := self._course.repeated_end_request()) is not None:
+            self._course.note_end_answer(
+                await self._connection.end_turn(request, self._course.route)
+            )
         return self._course.reply
 
     async def cancel(self) -> bool:
@@ -462,7 +468,9 @@ class AsyncTurn:
         """Stop reading and stop the turn, if it has not ended. `keep_partial` decides what is kept."""
         self._detach()
         if (request := self._course.leave()) is not None:
-            self._course.was_ended(await self._connection.end_turn(request, self._course.route))
+            self._course.note_end_answer(
+                await self._connection.end_turn(request, self._course.route)
+            )
 
     async def __aenter__(self) -> AsyncTurn:
         return self
@@ -481,7 +489,7 @@ class AsyncTurn:
         if (request := self._course.leave()) is not None:
             self._connection.begin_ending(request, self._course.route)
 
-    async def _attached(self) -> AsyncStream[pb.SendMessageResponse] | None:
+    async def _open_stream(self) -> AsyncStream[pb.SendMessageResponse] | None:
         """Return the open stream, and connect if necessary. None if another task has closed the turn."""
         if self._stream is None:
             course, connection = self._course, self._connection
@@ -489,12 +497,12 @@ class AsyncTurn:
             await connection.wait_for_endings(request.conversation_id, deadline)
             course.was_sent = True  # before sending, because an interrupt may come during the call
             self._stream = await connection.stream(
-                lambda at: at.stub.SendMessage, request, deadline, course.route
+                lambda link: link.stub.SendMessage, request, deadline, course.route
             )
             connection.begin_reading(course, self._stream)
-            if course.was_left and (end_request := course.end_request()) is not None:
+            if course.reader_stopped and (end_request := course.end_request()) is not None:
                 self._detach()
-                course.was_ended(await connection.end_turn(end_request, course.route))
+                course.note_end_answer(await connection.end_turn(end_request, course.route))
         return self._stream
 
     async def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -562,7 +570,7 @@ class AsyncPrefix:
         request = prefix_request(
             self.prefix_id, system_prompt, tools, template_options, messages, keep_warm
         )
-        answer = await self._client.call(lambda at: at.stub.CreatePrefix, request, timeout)
+        answer = await self._client.call(lambda link: link.stub.CreatePrefix, request, timeout)
         return prefix_of(answer.prefix)
 
     async def get(self, timeout: float | None = None) -> PrefixState:
@@ -575,7 +583,7 @@ class AsyncPrefix:
         """
         request = pb.GetPrefixRequest(prefix_id=self.prefix_id)
         answer = await self._client.call(
-            lambda at: at.stub.GetPrefix, request, timeout, repeat=True
+            lambda link: link.stub.GetPrefix, request, timeout, repeat=True
         )
         return whole_prefix_of(answer)
 
@@ -588,4 +596,4 @@ class AsyncPrefix:
             NotFound: there is no such prefix.
         """
         request = pb.DeletePrefixRequest(prefix_id=self.prefix_id)
-        await self._client.call(lambda at: at.stub.DeletePrefix, request, timeout)
+        await self._client.call(lambda link: link.stub.DeletePrefix, request, timeout)

@@ -101,7 +101,7 @@ class AsyncBaseClient:
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key_of(request))
         await self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
-        return await self._answered(
+        return await self._send_with_retries(
             lambda: self._connection.unary(method, request, deadline, route),
             deadline,
             route,
@@ -121,14 +121,14 @@ class AsyncBaseClient:
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key)
-        return await self._answered(
+        return await self._send_with_retries(
             lambda: self._connection.send_all(method, requests(), deadline, route),
             deadline,
             route,
             repeat=False,
         )
 
-    async def _answered(
+    async def _send_with_retries(
         self,
         send: Callable[[], Awaitable[Response]],
         deadline: Deadline,

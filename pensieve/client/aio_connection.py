@@ -28,8 +28,8 @@ from pensieve.client.channel import (
     BaseConnection,
     Metadata,
     Tls,
-    home_in,
-    routed,
+    home_of,
+    with_routing_key,
 )
 from pensieve.client.grpc_errors import error_of_call
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
@@ -94,7 +94,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             self._links[name] = AsyncLink(channel)
         return self._links[name]
 
-    async def serves(self, name: str, seconds: float | None) -> PensieveError | None:
+    async def health_problem(self, name: str, seconds: float | None) -> PensieveError | None:
         """Check the health of an address. Return None if it accepts turns, otherwise the reason why not."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
@@ -110,7 +110,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             return None
         return Unavailable(NOT_SERVING)
 
-    async def _chosen(self, route: Route, deadline: Deadline) -> AsyncLink:
+    async def _choose_link(self, route: Route, deadline: Deadline) -> AsyncLink:
         """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
@@ -118,16 +118,16 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
                 return self.link(choice.name)
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
-            error = await self.serves(choice.name, seconds)
+            error = await self.health_problem(choice.name, seconds)
             # Any other error: the daemon answers, but has no health service. It counts as serving.
             if not isinstance(error, Unavailable | DeadlineExceeded):
-                route.serves()
+                route.note_serving()
                 return self.link(choice.name)
-            route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
+            route.note_not_serving(error, is_reached=str(error) == NOT_SERVING)
 
     async def _begin(self, route: Route, deadline: Deadline) -> tuple[AsyncLink, Metadata]:
         self._check_open()
-        return await self._chosen(route, deadline), routed(self._metadata, route.key)
+        return await self._choose_link(route, deadline), with_routing_key(self._metadata, route.key)
 
     async def unary(
         self,
@@ -141,7 +141,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         try:
             call = method(link)(request, timeout=deadline.left(), metadata=metadata)
             response = await call
-            route.answered(home_in(await call.initial_metadata()) if route.are_several else "")
+            route.answered(home_of(await call.initial_metadata()) if route.are_several else "")
             return response
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, deadline) from None
@@ -229,13 +229,13 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
     async def _try_to_end(
         self, request: pb.CancelTurnRequest, route: Route, deadline: Deadline
     ) -> tuple[pb.CancelTurnResponse | None, PensieveError | None]:
-        link = await self._chosen(route, deadline)
+        link = await self._choose_link(route, deadline)
         try:
             return await link.stub.CancelTurn(
                 request,
                 timeout=deadline.left(),
                 wait_for_ready=not route.are_several,
-                metadata=routed(self._metadata, route.key),
+                metadata=with_routing_key(self._metadata, route.key),
             ), None
         except grpc.aio.AioRpcError as failure:
             error = error_of_call(failure, deadline)
@@ -297,7 +297,7 @@ class AsyncStream(Generic[Response]):
             if not self._has_begun and response is not grpc.aio.EOF:
                 self._has_begun = True
                 several = self._route.are_several
-                home = home_in(await self._responses.initial_metadata()) if several else ""
+                home = home_of(await self._responses.initial_metadata()) if several else ""
                 self._route.answered(home)
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, self._deadline) from None

@@ -72,7 +72,7 @@ class AsyncJobs:
         while True:
             try:
                 created = await connection.send_all(
-                    lambda at: at.jobs_stub.CreateJob, upload.messages(), deadline, route
+                    lambda link: link.jobs_stub.CreateJob, upload.messages(), deadline, route
                 )
                 return job_of(created.job)
             except PensieveError as error:
@@ -81,23 +81,23 @@ class AsyncJobs:
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
                 route.answered()
-                found = await self._found(upload.header.job_id)
-                if found is not None and found.state != "receiving":
-                    if found.sha256 == upload.header.sha256:
-                        return found
+                stored = await self._stored_job(upload.header.job_id)
+                if stored is not None and stored.state != "receiving":
+                    if stored.sha256 == upload.header.sha256:
+                        return stored
                     raise failure
                 failure = Unavailable("the server is still receiving an earlier try of this upload")
-            goes_on = route.try_next_address(failure, repeat=False)
+            has_next_address = route.try_next_address(failure, repeat=False)
             if not upload.can_repeat:
                 raise route.explained(failure)
             if not isinstance(failure, Unavailable) or failure.may_have_arrived:
                 was_sent = True
                 route.stay()  # otherwise two daemons might compute the job
-            if not goes_on:
+            if not has_next_address:
                 await self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 
-    async def _found(self, job_id: str) -> Job | None:
+    async def _stored_job(self, job_id: str) -> Job | None:
         """Return the job. None if the daemon has discarded the incomplete upload of an earlier try."""
         try:
             return await self.get(job_id)
@@ -112,7 +112,7 @@ class AsyncJobs:
         """
         request = pb.GetJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
-            lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True
+            lambda link: link.jobs_stub.GetJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
@@ -124,7 +124,9 @@ class AsyncJobs:
         `timeout` applies to each page that is fetched.
         """
         request = pb.ListJobsRequest(all_tenants=all_tenants)
-        async for page in self._client.pages(lambda at: at.jobs_stub.ListJobs, request, timeout):
+        async for page in self._client.pages(
+            lambda link: link.jobs_stub.ListJobs, request, timeout
+        ):
             for each in page.jobs:
                 yield job_of(each)
 
@@ -132,7 +134,7 @@ class AsyncJobs:
         """Start no more lines of the job until `resume`. Existing answers stay."""
         request = pb.PauseJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
-            lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True
+            lambda link: link.jobs_stub.PauseJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
@@ -140,7 +142,7 @@ class AsyncJobs:
         """Put a paused job back into the queue of jobs."""
         request = pb.ResumeJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
-            lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True
+            lambda link: link.jobs_stub.ResumeJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
@@ -148,7 +150,7 @@ class AsyncJobs:
         """End the job permanently. Existing answers stay."""
         request = pb.CancelJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
-            lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True
+            lambda link: link.jobs_stub.CancelJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
@@ -159,7 +161,7 @@ class AsyncJobs:
             NotFound: there is no such job.
         """
         request = pb.DeleteJobRequest(**_job_fields(job_id, tenant))
-        await self._client.call(lambda at: at.jobs_stub.DeleteJob, request, timeout)
+        await self._client.call(lambda link: link.jobs_stub.DeleteJob, request, timeout)
 
     async def results(
         self,
@@ -185,12 +187,12 @@ class AsyncJobs:
         tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
             stream = await connection.stream(
-                lambda at: at.jobs_stub.GetResults, request, deadline, route
+                lambda link: link.jobs_stub.GetResults, request, deadline, route
             )
-            begun = b""  # the beginning of an incomplete line
+            partial_line = b""  # the beginning of an incomplete line
             try:
                 while (piece := await stream.read()) is not None:
-                    *lines, begun = (begun + piece.chunk).split(b"\n")
+                    *lines, partial_line = (partial_line + piece.chunk).split(b"\n")
                     for line in lines:
                         yield line
                         tries.made_progress()
@@ -217,12 +219,12 @@ class AsyncJobs:
         tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
             stream = await connection.stream(
-                lambda at: at.jobs_stub.WatchJob, request, deadline, route
+                lambda link: link.jobs_stub.WatchJob, request, deadline, route
             )
             try:
-                while (news := await stream.read()) is not None:
+                while (update := await stream.read()) is not None:
                     tries.made_progress()
-                    yield job_of(news.job)
+                    yield job_of(update.job)
                 return
             except PensieveError as error:
                 failure = error

@@ -104,7 +104,7 @@ class BaseClient:
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key_of(request))
         self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
-        return self._answered(
+        return self._send_with_retries(
             lambda: self._connection.unary(method, request, deadline, route),
             deadline,
             route,
@@ -124,14 +124,14 @@ class BaseClient:
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key)
-        return self._answered(
+        return self._send_with_retries(
             lambda: self._connection.send_all(method, requests(), deadline, route),
             deadline,
             route,
             repeat=False,
         )
 
-    def _answered(
+    def _send_with_retries(
         self,
         send: Callable[[], Response],
         deadline: Deadline,

@@ -105,12 +105,12 @@ def key_of(request: object) -> str:
     return ""
 
 
-def routed(metadata: Metadata, key: str) -> Metadata:
+def with_routing_key(metadata: Metadata, key: str) -> Metadata:
     """Add the routing key to a call's metadata, if the key is a valid id."""
     return (*metadata, (SESSION_KEY, key)) if ID_PATTERN.fullmatch(key) else metadata
 
 
-def home_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+def home_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Return the address of the conversation's owner from response metadata; empty if there is none."""
     return next((str(value) for name, value in metadata or () if name == HOME_KEY), "")
 

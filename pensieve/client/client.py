@@ -79,7 +79,7 @@ class Client(BaseClient):
         `timeout` applies to each page that is fetched.
         """
         request = pb.ListConversationsRequest()
-        for page in self.pages(lambda at: at.stub.ListConversations, request, timeout):
+        for page in self.pages(lambda link: link.stub.ListConversations, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
@@ -94,7 +94,7 @@ class Client(BaseClient):
         `timeout` applies to each page that is fetched.
         """
         request = pb.ListPrefixesRequest()
-        for page in self.pages(lambda at: at.stub.ListPrefixes, request, timeout):
+        for page in self.pages(lambda link: link.stub.ListPrefixes, request, timeout):
             for each in page.prefixes:
                 yield prefix_of(each)
 
@@ -109,7 +109,7 @@ class Client(BaseClient):
         for name in names:
             left = deadline.left()
             most = left if len(names) == 1 else min(CHECK_SECONDS, left or CHECK_SECONDS)
-            error = self._connection.serves(name, most)
+            error = self._connection.health_problem(name, most)
             if error is None:
                 return True
             if not isinstance(error, Unavailable | DeadlineExceeded):
@@ -119,7 +119,7 @@ class Client(BaseClient):
     def server_info(self, timeout: float | None = None) -> ServerInfo:
         """Return which model the daemon serves, and how. This also works while the model is loading."""
         request = pb.GetServerInfoRequest()
-        answer = self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
+        answer = self.call(lambda link: link.stub.GetServerInfo, request, timeout, repeat=True)
         return info_of(answer.server)
 
 
@@ -182,10 +182,10 @@ class Conversation:
         )
         pieces = import_requests(request)
         if pieces is None:
-            created = self.client.call(lambda at: at.stub.CreateConversation, request, timeout)
+            created = self.client.call(lambda link: link.stub.CreateConversation, request, timeout)
             return state_of(created.conversation)
         imported = self.client.send_all(
-            lambda at: at.stub.ImportConversation, pieces, self.conversation_id, timeout
+            lambda link: link.stub.ImportConversation, pieces, self.conversation_id, timeout
         )
         return state_of(imported.conversation)
 
@@ -196,7 +196,9 @@ class Conversation:
             NotFound: there is no such conversation.
         """
         request = pb.GetConversationRequest(conversation_id=self.conversation_id)
-        answer = self.client.call(lambda at: at.stub.GetConversation, request, timeout, repeat=True)
+        answer = self.client.call(
+            lambda link: link.stub.GetConversation, request, timeout, repeat=True
+        )
         return state_of(answer.conversation)
 
     def delete(self, timeout: float | None = None) -> None:
@@ -206,7 +208,7 @@ class Conversation:
             NotFound: there is no such conversation.
         """
         request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
-        self.client.call(lambda at: at.stub.DeleteConversation, request, timeout)
+        self.client.call(lambda link: link.stub.DeleteConversation, request, timeout)
 
     @explains_sampling
     def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> Turn:
@@ -278,7 +280,9 @@ class Conversation:
             include_token_ids=include_token_ids,
             cut_replies=cut_replies,
         )
-        for page in self.client.pages(lambda at: at.stub.ListMessages, request, timeout, page_size):
+        for page in self.client.pages(
+            lambda link: link.stub.ListMessages, request, timeout, page_size
+        ):
             for each in page.messages:
                 yield message_of(each)
 
@@ -299,9 +303,9 @@ class Conversation:
         """
         addresses = self.client._connection.addresses
         if conversation_id is None:
-            conversation_id = addresses.id_beside(self.conversation_id)
+            conversation_id = addresses.id_with_same_home(self.conversation_id)
         request = fork_request(self.conversation_id, at_revision, conversation_id, metadata)
-        answer = self.client.call(lambda at: at.stub.ForkConversation, request, timeout)
+        answer = self.client.call(lambda link: link.stub.ForkConversation, request, timeout)
         addresses.learn(conversation_id, addresses.order(self.conversation_id)[0])
         return Conversation(self.client, answer.conversation.conversation_id)
 
@@ -324,7 +328,7 @@ class Conversation:
             to_revision=to_revision,
             expected_revision=expected_revision,
         )
-        answer = self.client.call(lambda at: at.stub.RewindConversation, request, timeout)
+        answer = self.client.call(lambda link: link.stub.RewindConversation, request, timeout)
         return state_of(answer.conversation)
 
     def warm(self, timeout: float | None = None, cache_salt: str = "") -> None:
@@ -335,7 +339,7 @@ class Conversation:
         request = pb.WarmConversationRequest(
             conversation_id=self.conversation_id, cache_salt=check_text("cache_salt", cache_salt)
         )
-        self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
+        self.client.call(lambda link: link.stub.WarmConversation, request, timeout, repeat=True)
 
     def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
         """Stop the running turn and keep its generated text. Return whether a turn was running.
@@ -345,7 +349,7 @@ class Conversation:
         request = pb.CancelTurnRequest(
             conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
         )
-        answer = self.client.call(lambda at: at.stub.CancelTurn, request, timeout, repeat=True)
+        answer = self.client.call(lambda link: link.stub.CancelTurn, request, timeout, repeat=True)
         return answer.was_running
 
 
@@ -381,8 +385,8 @@ class Turn:
         self._course = course
 
     def __repr__(self) -> str:
-        which = f"{type(self).__name__} {self.turn_id or self.request_id}"
-        return f"<{which} of {self.conversation_id!r}: {self._course.standing}>"
+        title = f"{type(self).__name__} {self.turn_id or self.request_id}"
+        return f"<{title} of {self.conversation_id!r}: {self._course.status_text}>"
 
     def __iter__(self) -> Turn:
         return self
@@ -405,7 +409,7 @@ class Turn:
         while course.under_way:
             error: PensieveError | None = None
             try:
-                stream = self._attached()
+                stream = self._open_stream()
                 response = stream.read() if stream is not None else None
             except PensieveError as failure:
                 error, response = failure, None
@@ -436,8 +440,8 @@ class Turn:
         """
         for _ in self:
             pass
-        if (request := self._course.question()) is not None:
-            self._course.was_ended(self._connection.end_turn(request, self._course.route))
+        if (request := self._course.repeated_end_request()) is not None:
+            self._course.note_end_answer(self._connection.end_turn(request, self._course.route))
         return self._course.reply
 
     def cancel(self) -> bool:
@@ -452,7 +456,7 @@ class Turn:
         """Stop reading and stop the turn, if it has not ended. `keep_partial` decides what is kept."""
         self._detach()
         if (request := self._course.leave()) is not None:
-            self._course.was_ended(self._connection.end_turn(request, self._course.route))
+            self._course.note_end_answer(self._connection.end_turn(request, self._course.route))
 
     def __enter__(self) -> Turn:
         return self
@@ -471,7 +475,7 @@ class Turn:
         if (request := self._course.leave()) is not None:
             self._connection.begin_ending(request, self._course.route)
 
-    def _attached(self) -> Stream[pb.SendMessageResponse] | None:
+    def _open_stream(self) -> Stream[pb.SendMessageResponse] | None:
         """Return the open stream, and connect if necessary. None if another thread has closed the turn."""
         if self._stream is None:
             course, connection = self._course, self._connection
@@ -479,12 +483,12 @@ class Turn:
             connection.wait_for_endings(request.conversation_id, deadline)
             course.was_sent = True  # before sending, because an interrupt may come during the call
             self._stream = connection.stream(
-                lambda at: at.stub.SendMessage, request, deadline, course.route
+                lambda link: link.stub.SendMessage, request, deadline, course.route
             )
             connection.begin_reading(course, self._stream)
-            if course.was_left and (end_request := course.end_request()) is not None:
+            if course.reader_stopped and (end_request := course.end_request()) is not None:
                 self._detach()
-                course.was_ended(connection.end_turn(end_request, course.route))
+                course.note_end_answer(connection.end_turn(end_request, course.route))
         return self._stream
 
     def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -552,7 +556,7 @@ class Prefix:
         request = prefix_request(
             self.prefix_id, system_prompt, tools, template_options, messages, keep_warm
         )
-        answer = self._client.call(lambda at: at.stub.CreatePrefix, request, timeout)
+        answer = self._client.call(lambda link: link.stub.CreatePrefix, request, timeout)
         return prefix_of(answer.prefix)
 
     def get(self, timeout: float | None = None) -> PrefixState:
@@ -564,7 +568,7 @@ class Prefix:
             NotFound: there is no such prefix.
         """
         request = pb.GetPrefixRequest(prefix_id=self.prefix_id)
-        answer = self._client.call(lambda at: at.stub.GetPrefix, request, timeout, repeat=True)
+        answer = self._client.call(lambda link: link.stub.GetPrefix, request, timeout, repeat=True)
         return whole_prefix_of(answer)
 
     def delete(self, timeout: float | None = None) -> None:
@@ -576,4 +580,4 @@ class Prefix:
             NotFound: there is no such prefix.
         """
         request = pb.DeletePrefixRequest(prefix_id=self.prefix_id)
-        self._client.call(lambda at: at.stub.DeletePrefix, request, timeout)
+        self._client.call(lambda link: link.stub.DeletePrefix, request, timeout)

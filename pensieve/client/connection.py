@@ -38,8 +38,8 @@ from pensieve.client.channel import (
     BaseConnection,
     Metadata,
     Tls,
-    home_in,
-    routed,
+    home_of,
+    with_routing_key,
 )
 from pensieve.client.grpc_errors import error_of_call
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
@@ -89,7 +89,7 @@ class Standby:
             self._actions.get()()
 
 
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+_open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 _standby = Standby()
 
 
@@ -112,16 +112,16 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
 
     def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
         super().__init__(addresses, token, tls)
-        self._opening = threading.Lock()
+        self._links_lock = threading.Lock()
         self._links: dict[str, Link] = {}  # by address, opened on first use
         _standby.start()
-        _open.add(self)
+        _open_connections.add(self)
 
     def link(self, name: str) -> Link:
         """Return the channel to an address. It is opened on first use."""
         if (link := self._links.get(name)) is not None:
             return link
-        with self._opening:
+        with self._links_lock:
             if name not in self._links:
                 self._check_open()
                 if self._credentials is None:
@@ -131,7 +131,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
                 self._links[name] = Link(channel)
             return self._links[name]
 
-    def serves(self, name: str, seconds: float | None) -> PensieveError | None:
+    def health_problem(self, name: str, seconds: float | None) -> PensieveError | None:
         """Check the health of an address. Return None if it accepts turns, otherwise the reason why not."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
@@ -144,7 +144,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             return None
         return Unavailable(NOT_SERVING)
 
-    def _chosen(self, route: Route, deadline: Deadline) -> Link:
+    def _choose_link(self, route: Route, deadline: Deadline) -> Link:
         """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
@@ -152,16 +152,16 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
                 return self.link(choice.name)
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
-            error = self.serves(choice.name, seconds)
+            error = self.health_problem(choice.name, seconds)
             # Any other error: the daemon answers, but has no health service. It counts as serving.
             if not isinstance(error, Unavailable | DeadlineExceeded):
-                route.serves()
+                route.note_serving()
                 return self.link(choice.name)
-            route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
+            route.note_not_serving(error, is_reached=str(error) == NOT_SERVING)
 
     def _begin(self, route: Route, deadline: Deadline) -> tuple[Link, Metadata]:
         self._check_open()
-        return self._chosen(route, deadline), routed(self._metadata, route.key)
+        return self._choose_link(route, deadline), with_routing_key(self._metadata, route.key)
 
     def unary(
         self,
@@ -176,7 +176,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             response, call = method(link).with_call(
                 request, timeout=deadline.left(), metadata=metadata
             )
-            route.answered(home_in(call.initial_metadata()) if route.are_several else "")
+            route.answered(home_of(call.initial_metadata()) if route.are_several else "")
             return response
         except grpc.RpcError as failure:
             raise error_of_call(failure, deadline) from None
@@ -221,7 +221,8 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         """Begin to stop a turn without waiting. A finalizer may call this, so it must take no lock."""
         ending = Ending(request.conversation_id)
         self._endings.add(ending)
-        _open.add(self)  # again: a connection that is being collected has left the weak set
+        # Again: a connection that is being collected has left the weak set.
+        _open_connections.add(self)
         try:
             # Not threading.Thread: its `start` takes locks.
             _thread.start_new_thread(self._end, (ending, request, route.at))
@@ -253,13 +254,13 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     def _try_to_end(
         self, request: pb.CancelTurnRequest, route: Route, deadline: Deadline
     ) -> tuple[pb.CancelTurnResponse | None, PensieveError | None]:
-        link = self._chosen(route, deadline)
+        link = self._choose_link(route, deadline)
         try:
             return link.stub.CancelTurn(
                 request,
                 timeout=deadline.left(),
                 wait_for_ready=not route.are_several,
-                metadata=routed(self._metadata, route.key),
+                metadata=with_routing_key(self._metadata, route.key),
             ), None
         except grpc.RpcError as failure:
             error = error_of_call(failure, deadline)
@@ -280,11 +281,11 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     def close(self) -> None:
         """Stop the turns that are being read, wait for their ends, and end all running calls."""
         self._closed = True
-        self._wait(self._leave(), Deadline(None))
+        self._wait(self._begin_ending_all(), Deadline(None))
         for link in [*self._links.values()]:
             link.channel.close()
 
-    def _leave(self) -> list[Ending]:
+    def _begin_ending_all(self) -> list[Ending]:
         """Begin to stop the turns that are being read. Return all turns that are being stopped."""
         for course, stream in self._reading.copy().items():
             # Do this before the stream is cancelled, so that its reader does not stop the turn, too.
@@ -295,13 +296,17 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         return list(self._endings.copy())
 
     @staticmethod
-    def _leave_all() -> None:
+    def _end_all_at_exit() -> None:
         """Stop all turns at the end of the program, without calling gRPC here: its locks may be held."""
-        endings = [ending for connection in list(_open) for ending in connection._leave()]
+        endings = [
+            ending
+            for connection in list(_open_connections)
+            for ending in connection._begin_ending_all()
+        ]
         Connection._wait(endings, Deadline(None))
 
 
-atexit.register(Connection._leave_all)
+atexit.register(Connection._end_all_at_exit)
 
 
 class Stream(Generic[Response]):
@@ -322,7 +327,7 @@ class Stream(Generic[Response]):
             if not self._has_begun and response is not None:
                 self._has_begun = True
                 several = self._route.are_several
-                self._route.answered(home_in(self._responses.initial_metadata()) if several else "")
+                self._route.answered(home_of(self._responses.initial_metadata()) if several else "")
             return response
         except grpc.RpcError as failure:
             raise error_of_call(failure, self._deadline) from None

@@ -39,15 +39,15 @@ class Details:
     retry: status_pb2.RetryInfo | None = None
 
 
-def _tree(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveError]]:
+def _subclasses(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveError]]:
     for each in root.__subclasses__():
         yield each
-        yield from _tree(each)
+        yield from _subclasses(each)
 
 
 BY_REASON = {
     each.reason: each
-    for each in _tree(errors.PensieveError)  # other modules may add subclasses
+    for each in _subclasses(errors.PensieveError)  # other modules may add subclasses
     if each.reason != "INTERNAL" and each.__module__ == errors.__name__
 }
 BY_CODE: dict[grpc.StatusCode, type[errors.PensieveError]] = {
@@ -87,25 +87,25 @@ def error_of(
 
 def _error_of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
     """Return the error for a reason that `pensieve.errors` defines, with its attributes."""
-    reason, causes = details.info.reason, dict(details.info.metadata)
+    reason, facts = details.info.reason, dict(details.info.metadata)
     kind = BY_REASON.get(reason)
     if kind is errors.TurnRunning:
-        return errors.TurnRunning(causes.get("conversation_id", ""), causes.get("turn_id", ""))
+        return errors.TurnRunning(facts.get("conversation_id", ""), facts.get("turn_id", ""))
     if kind is errors.StaleRevision:
-        return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"), text)
+        return errors.StaleRevision(_number(facts, "expected"), _number(facts, "actual"), text)
     if kind is errors.OwnedElsewhere:
         return errors.OwnedElsewhere(
-            causes.get("conversation_id", ""),
-            causes.get("replica", "another daemon"),
-            causes.get("address", ""),
+            facts.get("conversation_id", ""),
+            facts.get("replica", "another daemon"),
+            facts.get("address", ""),
         )
     if kind is errors.ContextFull:
-        return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
+        return errors.ContextFull(_number(facts, "tokens"), _number(facts, "tokens_max"))
     if kind is errors.InvalidArgument:
         return _invalid(text, details.bad_request)
     if kind is errors.QueueFull:
         full = errors.QueueFull(text)
-        full.limit = causes.get("limit", "")
+        full.limit = facts.get("limit", "")
         return full
     if kind is not None:
         return kind(text)
@@ -187,9 +187,9 @@ def _details(trailing: Iterable[tuple[str, Any]]) -> Details:
     return details
 
 
-def _whole(causes: dict[str, str], name: str) -> int:
+def _number(facts: dict[str, str], name: str) -> int:
     try:
-        return int(causes.get(name, ""))
+        return int(facts.get(name, ""))
     except ValueError:
         return 0
 

@@ -75,7 +75,7 @@ class Jobs:
         while True:
             try:
                 created = connection.send_all(
-                    lambda at: at.jobs_stub.CreateJob, upload.messages(), deadline, route
+                    lambda link: link.jobs_stub.CreateJob, upload.messages(), deadline, route
                 )
                 return job_of(created.job)
             except PensieveError as error:
@@ -84,23 +84,23 @@ class Jobs:
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
                 route.answered()
-                found = self._found(upload.header.job_id)
-                if found is not None and found.state != "receiving":
-                    if found.sha256 == upload.header.sha256:
-                        return found
+                stored = self._stored_job(upload.header.job_id)
+                if stored is not None and stored.state != "receiving":
+                    if stored.sha256 == upload.header.sha256:
+                        return stored
                     raise failure
                 failure = Unavailable("the server is still receiving an earlier try of this upload")
-            goes_on = route.try_next_address(failure, repeat=False)
+            has_next_address = route.try_next_address(failure, repeat=False)
             if not upload.can_repeat:
                 raise route.explained(failure)
             if not isinstance(failure, Unavailable) or failure.may_have_arrived:
                 was_sent = True
                 route.stay()  # otherwise two daemons might compute the job
-            if not goes_on:
+            if not has_next_address:
                 self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 
-    def _found(self, job_id: str) -> Job | None:
+    def _stored_job(self, job_id: str) -> Job | None:
         """Return the job. None if the daemon has discarded the incomplete upload of an earlier try."""
         try:
             return self.get(job_id)
@@ -114,7 +114,9 @@ class Jobs:
             NotFound: there is no such job.
         """
         request = pb.GetJobRequest(**_job_fields(job_id, tenant))
-        answer = self._client.call(lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True)
+        answer = self._client.call(
+            lambda link: link.jobs_stub.GetJob, request, timeout, repeat=True
+        )
         return job_of(answer.job)
 
     def list(self, *, all_tenants: bool = False, timeout: float | None = None) -> Iterator[Job]:
@@ -123,26 +125,32 @@ class Jobs:
         `timeout` applies to each page that is fetched.
         """
         request = pb.ListJobsRequest(all_tenants=all_tenants)
-        for page in self._client.pages(lambda at: at.jobs_stub.ListJobs, request, timeout):
+        for page in self._client.pages(lambda link: link.jobs_stub.ListJobs, request, timeout):
             for each in page.jobs:
                 yield job_of(each)
 
     def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Start no more lines of the job until `resume`. Existing answers stay."""
         request = pb.PauseJobRequest(**_job_fields(job_id, tenant))
-        answer = self._client.call(lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True)
+        answer = self._client.call(
+            lambda link: link.jobs_stub.PauseJob, request, timeout, repeat=True
+        )
         return job_of(answer.job)
 
     def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Put a paused job back into the queue of jobs."""
         request = pb.ResumeJobRequest(**_job_fields(job_id, tenant))
-        answer = self._client.call(lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True)
+        answer = self._client.call(
+            lambda link: link.jobs_stub.ResumeJob, request, timeout, repeat=True
+        )
         return job_of(answer.job)
 
     def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """End the job permanently. Existing answers stay."""
         request = pb.CancelJobRequest(**_job_fields(job_id, tenant))
-        answer = self._client.call(lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True)
+        answer = self._client.call(
+            lambda link: link.jobs_stub.CancelJob, request, timeout, repeat=True
+        )
         return job_of(answer.job)
 
     def delete(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
@@ -152,7 +160,7 @@ class Jobs:
             NotFound: there is no such job.
         """
         request = pb.DeleteJobRequest(**_job_fields(job_id, tenant))
-        self._client.call(lambda at: at.jobs_stub.DeleteJob, request, timeout)
+        self._client.call(lambda link: link.jobs_stub.DeleteJob, request, timeout)
 
     def results(
         self,
@@ -177,11 +185,13 @@ class Jobs:
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
-            stream = connection.stream(lambda at: at.jobs_stub.GetResults, request, deadline, route)
-            begun = b""  # the beginning of an incomplete line
+            stream = connection.stream(
+                lambda link: link.jobs_stub.GetResults, request, deadline, route
+            )
+            partial_line = b""  # the beginning of an incomplete line
             try:
                 while (piece := stream.read()) is not None:
-                    *lines, begun = (begun + piece.chunk).split(b"\n")
+                    *lines, partial_line = (partial_line + piece.chunk).split(b"\n")
                     for line in lines:
                         yield line
                         tries.made_progress()
@@ -207,11 +217,13 @@ class Jobs:
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
-            stream = connection.stream(lambda at: at.jobs_stub.WatchJob, request, deadline, route)
+            stream = connection.stream(
+                lambda link: link.jobs_stub.WatchJob, request, deadline, route
+            )
             try:
-                while (news := stream.read()) is not None:
+                while (update := stream.read()) is not None:
                     tries.made_progress()
-                    yield job_of(news.job)
+                    yield job_of(update.job)
                 return
             except PensieveError as error:
                 failure = error

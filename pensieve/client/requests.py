@@ -56,7 +56,7 @@ class ConstraintInput(TypedDict, total=False):
     json_schema: str | Mapping[str, Any]  # the reply is JSON that this schema accepts
     json_object: bool  # True: the reply is a JSON object
     regex: str  # the whole reply matches this expression
-    choice: Sequence[str]  # the reply is one of these texts
+    choice: Sequence[str]  # the reply is one of these strings
     grammar: str  # the reply follows this grammar
 
 
@@ -114,7 +114,7 @@ def send_request(
     if expected_revision is not None:
         request.expected_revision = expected_revision
     if isinstance(message, bytes | Mapping) or not isinstance(message, Sequence):
-        raise InvalidArgument("messages", "must be a text or a list of messages")
+        raise InvalidArgument("messages", "must be a string or a list of messages")
     for each in [{"content": message}] if isinstance(message, str) else message:
         _add_message(request, each)
     return request
@@ -190,7 +190,7 @@ def constraint_of(given: Mapping[str, Any]) -> pb.Constraint:
     try:
         if name == "choice":
             if isinstance(value, str):
-                raise TypeError("must be a list of texts")
+                raise TypeError("must be a list of strings")
             constraint.choice.choices.extend(check_text(field, each) for each in value)
         elif name == "json_object":
             constraint.json_object = value
@@ -218,11 +218,11 @@ def create_request(
         metadata=struct("metadata", metadata or {}),
         prefix_id=check_text("prefix_id", prefix_id),
     )
-    _begin_with(request, system_prompt, tools, template_options, messages)
+    _set_beginning(request, system_prompt, tools, template_options, messages)
     return request
 
 
-def _begin_with(
+def _set_beginning(
     request: pb.CreateConversationRequest | pb.CreatePrefixRequest,
     system_prompt: str,
     tools: Sequence[Mapping[str, Any]],
@@ -245,10 +245,10 @@ def import_requests(
         return None
 
     def requests() -> Iterator[pb.ImportConversationRequest]:
-        without = pb.CreateConversationRequest()
-        without.CopyFrom(request)
-        del without.messages[:]
-        yield pb.ImportConversationRequest(conversation=without)
+        without_messages = pb.CreateConversationRequest()
+        without_messages.CopyFrom(request)
+        del without_messages.messages[:]
+        yield pb.ImportConversationRequest(conversation=without_messages)
         for piece in pieces:
             yield pb.ImportConversationRequest(messages=piece)
         yield pb.ImportConversationRequest(complete=True)
@@ -281,7 +281,7 @@ def prefix_request(
 ) -> pb.CreatePrefixRequest:
     """Build the request that declares a prefix."""
     request = pb.CreatePrefixRequest(prefix_id=prefix_id, keep_warm=keep_warm)
-    _begin_with(request, system_prompt, tools, template_options, messages)
+    _set_beginning(request, system_prompt, tools, template_options, messages)
     return request
 
 
@@ -374,7 +374,7 @@ def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:
 def check_text(name: str, text: str) -> str:
     """Return the text. Raises InvalidArgument if it cannot be encoded as UTF-8. NUL is allowed."""
     if not isinstance(text, str):
-        raise InvalidArgument(name, f"must be a text, not {type(text).__name__}")
+        raise InvalidArgument(name, f"must be a string, not {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -61,10 +61,10 @@ class Retry:
         )
         if not worthwhile or num_tries > self.retries:
             return None
-        pause = max(self.grown(num_tries), error.retry_after_seconds or 0.0)
+        pause = max(self.backoff(num_tries), error.retry_after_seconds or 0.0)
         return None if left is not None and pause >= left else pause
 
-    def grown(self, num_failures: int) -> float:
+    def backoff(self, num_failures: int) -> float:
         """Return the pause after `num_failures` in a row, with jitter."""
         doublings = min(num_failures - 1, 60)
         pause: float = min(self.first_seconds * 2**doublings, self.most_seconds)

@@ -17,7 +17,8 @@ repeats the beginning does not count as progress, because the turn itself may cr
 A reader that stops early tells the server how much of the reply it has received. With `keep_partial`, the
 history keeps this part. Without it, the history keeps nothing of the turn. A timeout also stops the turn. But
 if the server answers that the reply was already complete, the client reads the rest instead of raising
-DeadlineExceeded. After this error, the caller would send the message again. This module does no I/O.
+DeadlineExceeded. Otherwise the caller would send a message that was already answered. This module does no
+I/O.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from pensieve.v1 import conversation_pb2 as pb
 
 NOT_SENT = "it was not sent"
 NO_ANSWER = f"the server did not confirm within {END_SECONDS:g} s which part is in the history"
-WHAT_STAYS = {
+KEPT_TEXTS = {
     pb.FINISH_REASON_UNSPECIFIED: "nothing of it is in the history",
     pb.FINISH_REASON_CANCELLED: "the delivered part of it is in the history",
 }
-ALL_STAYS = "its whole reply is in the history"
+ALL_KEPT_TEXT = "its whole reply is in the history"
 
 
 class ReplyAccumulator:
@@ -164,27 +165,26 @@ class TurnCourse:
         self._keep_partial = keep_partial
         self._tries = Tries(retry, self.deadline)
         self._failure: PensieveError | None = None
-        self._left = False
+        self._reader_stopped = False
         self._is_late = False  # the turn has timed out, but its reply was complete
-        self._fate = (
-            ""  # what the history keeps of a stopped turn; empty until the server has answered
-        )
+        # What the history keeps of a stopped turn; empty until the server has answered.
+        self._kept_text = ""
 
     @property
     def under_way(self) -> bool:
         """Whether more can be read. Raises the error that the turn failed with."""
         if self._failure is not None:
             raise self._failure
-        return not self._left
+        return not self._reader_stopped
 
     @property
-    def standing(self) -> str:
+    def status_text(self) -> str:
         """The progress of the turn, as readable text."""
         if self.progress.reply is not None:
             return f"ended ({self.progress.reply.finish_reason})"
         if self._failure is not None:
             return f"failed ({type(self._failure).__name__})"
-        if self._left:
+        if self._reader_stopped:
             return "stopped"
         return f"{self.progress.num_tokens} tokens so far" if self.was_sent else "not sent yet"
 
@@ -192,8 +192,8 @@ class TurnCourse:
     def reply(self) -> Reply:
         """The reply, once the turn has ended. Raises TurnInterrupted if the turn was stopped early."""
         if self.progress.reply is None:
-            fate = self._what_stays if self.was_sent else NOT_SENT
-            raise TurnInterrupted(f"the turn was stopped before its end; {fate}")
+            kept_text = self._kept_text_or_unknown if self.was_sent else NOT_SENT
+            raise TurnInterrupted(f"the turn was stopped before its end; {kept_text}")
         return self.progress.reply
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -216,8 +216,8 @@ class TurnCourse:
         """Return the seconds to wait before reconnecting, after the stream ended, perhaps with `error`."""
         if self.progress.reply is not None:
             # The reply is complete, so an error of the connection does not matter.
-            self._left = True
-        if self._left:
+            self._reader_stopped = True
+        if self._reader_stopped:
             return 0.0
         error = error or Unavailable("the server ended the stream before the end of the turn")
         if self.route.try_next_address(error):
@@ -234,19 +234,19 @@ class TurnCourse:
     # -- stopping early --
 
     @property
-    def was_left(self) -> bool:
+    def reader_stopped(self) -> bool:
         """Whether the reader has stopped. Another thread may have closed the turn."""
-        return self._left
+        return self._reader_stopped
 
     def leave(self) -> pb.CancelTurnRequest | None:
         """Stop reading. Return the request that stops the turn, or None if there is nothing to stop."""
-        if self._left or self._failure is not None:
+        if self._reader_stopped or self._failure is not None:
             return None
-        self._left = True
+        self._reader_stopped = True
         return self.end_request()
 
     def end_request(self) -> pb.CancelTurnRequest | None:
-        """Return the request that stops the turn, or None if it was not sent or its reply is complete."""
+        """Return the request that stops the turn; None if the turn was not sent or its reply is complete."""
         if not self.was_sent or self.progress.reply is not None:
             return None
         request = pb.CancelTurnRequest(
@@ -257,39 +257,41 @@ class TurnCourse:
             request.attempt = self.progress.attempt
         return request
 
-    def question(self) -> pb.CancelTurnRequest | None:
+    def repeated_end_request(self) -> pb.CancelTurnRequest | None:
         """Return a request that stops the turn again, if the server has not yet said what the history keeps.
 
         Another thread may be stopping the turn while this thread waits for the reply. Both threads must learn
         what the history keeps.
         """
-        return self.end_request() if self._left and not self._fate else None
+        return self.end_request() if self._reader_stopped and not self._kept_text else None
 
-    def was_ended(self, answer: pb.CancelTurnResponse | None) -> None:
+    def note_end_answer(self, answer: pb.CancelTurnResponse | None) -> None:
         """Note the server's answer to the request that stops the turn. None: the server did not answer."""
         if answer is not None:
-            self._fate = WHAT_STAYS.get(answer.finish_reason, ALL_STAYS)
+            self._kept_text = KEPT_TEXTS.get(answer.finish_reason, ALL_KEPT_TEXT)
 
     def has_timed_out(self, error: PensieveError | None) -> bool:
         """Return whether the stream ended with a timeout before the reply was complete."""
         return (
-            isinstance(error, DeadlineExceeded) and self.progress.reply is None and not self._left
+            isinstance(error, DeadlineExceeded)
+            and self.progress.reply is None
+            and not self._reader_stopped
         )
 
     def finish_after_timeout(
         self, error: PensieveError, answer: pb.CancelTurnResponse | None
     ) -> None:
         """Raise DeadlineExceeded. Return instead if the server says that the reply is complete."""
-        self.was_ended(answer)
+        self.note_end_answer(answer)
         if answer is None:
             self.route.doubt(error)
-        if self._fate == ALL_STAYS and not self._is_late:
+        if self._kept_text == ALL_KEPT_TEXT and not self._is_late:
             self._is_late = True
             self.deadline = Deadline(END_SECONDS)
             return
-        self._failure = DeadlineExceeded(f"{error}; {self._what_stays}")
+        self._failure = DeadlineExceeded(f"{error}; {self._kept_text_or_unknown}")
         raise self._failure
 
     @property
-    def _what_stays(self) -> str:
-        return self._fate or NO_ANSWER
+    def _kept_text_or_unknown(self) -> str:
+        return self._kept_text or NO_ANSWER

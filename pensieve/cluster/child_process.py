@@ -5,7 +5,7 @@
 
 Each child has a thread, which starts the process, reads its log to the end of file, and waits for its exit.
 Only this thread writes the state. The actor's event loop reads `exit_code` (None until the exit) and awaits
-`ready`. The thread must outlive the child: tied.py kills a child whose starting thread has ended.
+`ready`. The thread must outlive the child: die_with_parent.py kills a child whose starting thread has ended.
 
 The child's log is copied to the actor's standard error, which is in Ray's logs. If the start fails, the last
 lines of the log become the error message.
@@ -82,10 +82,10 @@ class ChildProcess:
         await self._ended.wait()
 
     def kill(self) -> None:
-        """Kill the child. `lost` reports this as an unexpected end."""
+        """Kill the child. `ended_unexpectedly` reports this as an unexpected end."""
         self._signal(signal.SIGKILL)
 
-    async def lost(self) -> bool:
+    async def ended_unexpectedly(self) -> bool:
         """Wait until the child has ended. Return whether its end was unexpected."""
         await self._ended.wait()
         return not self._is_stopping
@@ -119,9 +119,14 @@ class ChildProcess:
                 self._loop.call_soon_threadsafe(self._set_ended)
 
     def _run_child(self) -> int:
-        tied = (sys.executable, "-m", "pensieve.cluster.tied", str(os.getpid()))
+        die_with_parent = (
+            sys.executable,
+            "-m",
+            "pensieve.cluster.die_with_parent",
+            str(os.getpid()),
+        )
         self._process = subprocess.Popen(
-            [*tied, *self._command],
+            [*die_with_parent, *self._command],
             env=self._environment,
             pass_fds=self._pass_fds,
             stdin=subprocess.DEVNULL,
@@ -136,13 +141,13 @@ class ChildProcess:
                 with contextlib.suppress(OSError, ValueError):  # full disk, closed file
                     sys.stderr.write(line)
                 if READY.search(line):
-                    found = {each["scheme"]: each["place"] for each in URL.finditer(line)}
-                    self._loop.call_soon_threadsafe(self._set_ready, found)
+                    addresses = {each["scheme"]: each["place"] for each in URL.finditer(line)}
+                    self._loop.call_soon_threadsafe(self._set_ready, addresses)
         return self._process.wait()
 
-    def _set_ready(self, found: dict[str, str]) -> None:
+    def _set_ready(self, addresses: dict[str, str]) -> None:
         if not self._ready.done():
-            self._ready.set_result(found)
+            self._ready.set_result(addresses)
 
     def _set_ended(self) -> None:
         self._ended.set()

@@ -83,8 +83,9 @@ def deploy(config: ServeDeploySchema) -> None:
     contain. Without this variable, Ray would see a change and replace the replicas. So the generation is
     copied from the running application.
     """
-    if (running := serve_api._get_global_client(raise_if_no_controller_running=False)) is not None:
-        details = running.get_serve_details()
+    existing = serve_api._get_global_client(raise_if_no_controller_running=False)
+    if existing is not None:
+        details = existing.get_serve_details()
         check_options(config, details)
         application = details["applications"].get(APPLICATION) or {}
         config = with_generation_of(application.get("deployed_app_config"), config)
@@ -107,7 +108,7 @@ def roll(seconds: float, report: Report) -> ClusterState:
 
     Ray updates the replicas because an environment variable of the application changes.
     """
-    before = look()
+    before = read_state()
     if before.status != "RUNNING":
         raise Unavailable(f"cannot roll: the cluster is {before.status.lower() or 'not deployed'}")
     client = serve_api._get_global_client()
@@ -118,7 +119,7 @@ def roll(seconds: float, report: Report) -> ClusterState:
     return _wait(seconds, report, lambda state: _progress(state, old))
 
 
-def look() -> ClusterState:
+def read_state() -> ClusterState:
     client = serve_api._get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return ClusterState("", "", 0, (), ())
@@ -167,7 +168,7 @@ def take_down() -> None:
     )
     client.delete_apps([APPLICATION], blocking=False)
     deadline = time.monotonic() + seconds
-    while look().status and time.monotonic() < deadline:
+    while read_state().status and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     client.shutdown(timeout_s=SHUTDOWN_SECONDS)
 
@@ -178,7 +179,7 @@ def _wait(
     deadline = time.monotonic() + seconds
     before = ""
     while True:
-        state = look()
+        state = read_state()
         done, line = progress(state)
         if line != before:
             before = line
@@ -198,10 +199,10 @@ def _progress(state: ClusterState, old: set[str]) -> tuple[bool, str]:
     """Return whether all wanted processes run and none of `old` does, and a readable line about it."""
     status = state.status.lower() or "waiting"
     line = f"{status}: {state.running} of {state.wanted} processes running"
-    left = sum(each.name in old for each in state.replicas)
+    num_old = sum(each.name in old for each in state.replicas)
     if old:
-        line += f", {left} of {len(old)} to be replaced"
-    return status == "running" and state.running == state.wanted and left == 0, line
+        line += f", {num_old} of {len(old)} to be replaced"
+    return status == "running" and state.running == state.wanted and num_old == 0, line
 
 
 def _word(value: Any) -> str:

@@ -58,9 +58,9 @@ def _host(settings: ClusterSettings) -> str:
     return LOOPBACK if settings.local else str(ray.util.get_node_ip_address())
 
 
-async def _end_with(child: ChildProcess) -> None:
+async def _exit_after(child: ChildProcess) -> None:
     """End this process, a Ray actor, when its child has ended unexpectedly."""
-    if not await child.lost():
+    if not await child.ended_unexpectedly():
         return
     log.error("%s; Ray will replace this replica", child.end)
     for stream in (sys.stdout, sys.stderr):
@@ -72,10 +72,10 @@ class ReplicaOnRay(DaemonReplica):
     async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         name = serve.get_replica_context().replica_id.unique_id
         await self.start_daemon(settings, name, _host(settings))
-        self._ending = asyncio.create_task(_end_with(self.daemon))
-        self._until_wanted = asyncio.create_task(self._end_when_wanted())
+        self._exit_task = asyncio.create_task(_exit_after(self.daemon))
+        self._drain_task = asyncio.create_task(self._drain_when_wanted_to_end())
 
-    async def _end_when_wanted(self) -> None:
+    async def _drain_when_wanted_to_end(self) -> None:
         while not is_wanted_to_end():
             await asyncio.sleep(LOOK_SECONDS)
         await self.drain()

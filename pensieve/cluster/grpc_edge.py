@@ -44,7 +44,7 @@ class Services(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         path = handler_call_details.method
         handler = self._method_handlers.get(path)
-        return None if handler is None else _around(self._methods[path], handler)
+        return None if handler is None else _wrap(self._methods[path], handler)
 
 
 class Call:
@@ -67,17 +67,17 @@ def _handler(method: Method) -> Handler:
     return getattr(grpc, f"{method.kind}_rpc_method_handler")(None)  # no serializers: bytes
 
 
-def _around(method: Method, handler: Any) -> Handler:
+def _wrap(method: Method, handler: Any) -> Handler:
     """Wrap Ray's handler."""
-    around: Any = _stream if method.gives_stream else _unary
-    return handler._replace(**{method.kind: around(getattr(handler, method.kind))})
+    wrap: Any = _stream if method.gives_stream else _unary
+    return handler._replace(**{method.kind: wrap(getattr(handler, method.kind))})
 
 
 def _unary(behaviour: Unary) -> Unary:
     async def call(request: Any, context: Any) -> bytes:
         response = await behaviour(request, Call(context))
         if not any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
-            _correct(context)  # without metadata of a replica, the error is Ray's own
+            _replace_rays_errors(context)  # without metadata of a replica, the error is Ray's own
         return response
 
     return call
@@ -91,12 +91,12 @@ def _stream(behaviour: Stream) -> Stream:
             if not has_failed:
                 yield response
         if not has_failed:
-            _correct(context)
+            _replace_rays_errors(context)
 
     return call
 
 
-def _correct(context: Any) -> None:
+def _replace_rays_errors(context: Any) -> None:
     """Replace Ray's own INTERNAL (dead replica) or NOT_FOUND (ending cluster) by UNAVAILABLE."""
     if context.code() not in RAYS_OWN:
         return

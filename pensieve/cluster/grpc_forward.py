@@ -1,7 +1,7 @@
 """Forward a replica's gRPC calls to its daemon, as bytes, with metadata, deadline and errors.
 
 Ray calls `unary` or `stream` with the request and a context, which has the metadata and the client's address.
-They return the response messages. The context carries status, details and trailing metadata back to Ray's
+Both return the response messages. The context carries status, details and trailing metadata back to Ray's
 proxy. Ray drops the trailing metadata if a method raises. So if the call to the daemon fails, the method does
 not raise. It puts the error into the context and sends an empty last message, which grpc_edge.py removes.
 
@@ -54,7 +54,7 @@ class GrpcForward:
             data = await call
             self._end(context, await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
-            return self._failed(context, error)
+            return self._end_with_error(context, error)
         finally:
             call.cancel()
         return Response(data)
@@ -66,11 +66,11 @@ class GrpcForward:
             async for data in call:
                 yield Response(data)
         except grpc.aio.AioRpcError as error:
-            yield self._failed(context, error)
+            yield self._end_with_error(context, error)
         finally:
             call.cancel()
 
-    def refused(self, context: Any, code: grpc.StatusCode, details: str) -> Response:
+    def refuse(self, context: Any, code: grpc.StatusCode, details: str) -> Response:
         context.set_code(code)
         context.set_details(details)
         self._end(context, ())
@@ -83,7 +83,7 @@ class GrpcForward:
         forwarded = tuple(each for each in metadata if each[0] not in NOT_FORWARDED)
         return make(method.path)(request, metadata=forwarded, timeout=timeout)
 
-    def _failed(self, context: Any, error: grpc.aio.AioRpcError) -> Response:
+    def _end_with_error(self, context: Any, error: grpc.aio.AioRpcError) -> Response:
         context.set_code(error.code())
         context.set_details(error.details() or "")
         self._end(context, error.trailing_metadata() or ())

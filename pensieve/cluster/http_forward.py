@@ -66,7 +66,7 @@ class HttpForward:
                 scope["method"],
                 URL(f"http://{self._address}{path}" + (f"?{query}" if query else ""), encoded=True),
                 headers=_request_headers(scope["headers"]),
-                data=_received(receive) if has_body else None,
+                data=_body_parts(receive) if has_body else None,
                 allow_redirects=False,
             ) as response:
                 has_begun = True
@@ -75,7 +75,7 @@ class HttpForward:
                         "type": "http.response.start",
                         "status": response.status,
                         "headers": [
-                            *_kept(response.raw_headers, HOP_BY_HOP | SERVER_HEADERS),
+                            *_headers_without(response.raw_headers, HOP_BY_HOP | SERVER_HEADERS),
                             (REPLICA, self._name.encode()),
                         ],
                     }
@@ -109,7 +109,7 @@ async def answer(status: int, body: bytes, name: str, send: Any) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _received(receive: Any) -> AsyncIterator[bytes]:
+async def _body_parts(receive: Any) -> AsyncIterator[bytes]:
     """Yield the parts of a body as they arrive."""
     while True:
         message = await receive()
@@ -120,12 +120,15 @@ async def _received(receive: Any) -> AsyncIterator[bytes]:
             return
 
 
-def _kept(headers: Any, but: frozenset[str]) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in but]
+def _headers_without(headers: Any, names: frozenset[str]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in names]
 
 
 def _request_headers(headers: Any) -> list[tuple[str, str]]:
-    return [(name.decode("latin-1"), _text_of(value)) for name, value in _kept(headers, HOP_BY_HOP)]
+    return [
+        (name.decode("latin-1"), _text_of(value))
+        for name, value in _headers_without(headers, HOP_BY_HOP)
+    ]
 
 
 def _text_of(value: bytes) -> str:

@@ -42,7 +42,7 @@ class Node(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        return self.started != GONE and _started(self.pid) == self.started
+        return self.started != GONE and _start_time(self.pid) == self.started
 
 
 class LocalRay:
@@ -76,15 +76,17 @@ class LocalRay:
         address = f"{HOST}:{_free_port()}"
         nodes: list[Node] = []
         for index in range(num_nodes):
-            where = [
+            node_options = [
                 *("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"),
                 # We do not use this server, but its default port may be taken.
                 f"--ray-client-server-port={_free_port()}",
             ]
             if index:
-                where = [f"--address={address}"]
+                node_options = [f"--address={address}"]
             try:
-                nodes.append(self._start_node(index, [*where, f"--num-cpus={cpus_per_node}"]))
+                nodes.append(
+                    self._start_node(index, [*node_options, f"--num-cpus={cpus_per_node}"])
+                )
             finally:
                 self._write({"address": address, "nodes": nodes})
             self._await_node(index, nodes[-1])
@@ -108,9 +110,9 @@ class LocalRay:
         self._state.unlink(missing_ok=True)
         return bool(nodes)
 
-    def _start_node(self, index: int, where: list[str]) -> Node:
+    def _start_node(self, index: int, node_options: list[str]) -> Node:
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", *where),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", *node_options),
             f"--object-store-memory={OBJECT_STORE_BYTES}",
             *("--disable-usage-stats", "--block", "--log-color=false"),
         ]
@@ -128,7 +130,7 @@ class LocalRay:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C does not stop it
             )
-        return Node(process.pid, _started(process.pid))
+        return Node(process.pid, _start_time(process.pid))
 
     def _await_node(self, index: int, node: Node) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -177,12 +179,12 @@ def check_free(host: str, port: int) -> None:
 
 
 def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as found:
-        port: int = found.getsockname()[1]
+    with socket.create_server((HOST, 0)) as server:
+        port: int = server.getsockname()[1]
         return port
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Return when a process started, in the kernel's ticks; GONE if it is not running."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

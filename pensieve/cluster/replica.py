@@ -11,8 +11,8 @@ tasks:
     end        Ray sends no new calls and waits for the running calls; the daemon drains, and all calls end
                within its drain_timeout
 
-If a replica is killed, its daemon is killed with it (tied.py). If the daemon dies, the replica exits
-(deployments.py). Calls in progress then fail with UNAVAILABLE.
+If a replica is killed, its daemon is killed with it (die_with_parent.py). If the daemon dies, the replica
+exits (deployments.py). Calls in progress then fail with UNAVAILABLE.
 
 This module follows Ray's conventions, but can be imported without Ray. deployments.py makes the class a
 deployment.
@@ -72,20 +72,20 @@ class DaemonReplica:
         command = replica_command(settings, name, host, self.slot)
         environment = {"PENSIEVE_LOG_FORMAT": "text", **store_environment(settings)}
         self.daemon = ChildProcess(command, environment, pass_fds=(self.slot.lock,))
-        found = await self.daemon.start(START_SECONDS)
-        log.info("replica %s serves %s", name, found)
-        self.grpc = GrpcForward(found["grpc"], name)
-        self.http = HttpForward(found["http"], name)
-        self._served = time.monotonic()
-        self._health = grpc.aio.insecure_channel(found["grpc"])
+        addresses = await self.daemon.start(START_SECONDS)
+        log.info("replica %s serves %s", name, addresses)
+        self.grpc = GrpcForward(addresses["grpc"], name)
+        self.http = HttpForward(addresses["http"], name)
+        self._served_at = time.monotonic()
+        self._health = grpc.aio.insecure_channel(addresses["grpc"])
 
     async def check_daemon(self) -> None:
         """Raise an error if the daemon does not serve."""
         self.daemon.check()
         answer = await health(self._health, HEALTH_SECONDS)
         if answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING:
-            self._served = time.monotonic()
-        elif time.monotonic() - self._served > RESTART_SECONDS:
+            self._served_at = time.monotonic()
+        elif time.monotonic() - self._served_at > RESTART_SECONDS:
             raise Unavailable(f"the engine has not served for {RESTART_SECONDS:g} s")
 
     async def drain(self) -> None:
@@ -104,7 +104,7 @@ class DaemonReplica:
 
     def may_call(self, peer: str) -> bool:
         """Return whether a client at this address may call. If tokens are used, the daemon checks them."""
-        return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
+        return self.settings.needs_tokens or self.settings.insecure or _is_on_this_machine(peer)
 
 
 def is_wanted_to_end() -> bool:
@@ -134,7 +134,7 @@ def add_methods(kind: type[DaemonReplica]) -> None:
 def _single(method: Method) -> Any:
     async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> Response:
         if not self.may_call(grpc_context.peer()):
-            return self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, NEEDS_TOKENS)
+            return self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, NEEDS_TOKENS)
         return await self.grpc.unary(method, request, grpc_context)
 
     return call
@@ -143,7 +143,7 @@ def _single(method: Method) -> Any:
 def _streaming(method: Method) -> Any:
     async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
         if not self.may_call(grpc_context.peer()):
-            yield self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, NEEDS_TOKENS)
+            yield self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, NEEDS_TOKENS)
             return
         async for each in self.grpc.stream(method, request, grpc_context):
             yield each
@@ -167,7 +167,7 @@ async def forward_http(
         await replica.http(scope, receive, send)
 
 
-def _is_here(peer: str) -> bool:
+def _is_on_this_machine(peer: str) -> bool:
     """Return whether a peer in gRPC's notation is on this machine.
 
     Examples: ipv4:127.0.0.1:41234, ipv6:%5B::1%5D:41234.

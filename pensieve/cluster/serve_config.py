@@ -42,7 +42,7 @@ def checked(found: Any, where: str) -> ServeDeploySchema:
     try:
         config = ServeDeploySchema.model_validate(found)
     except (ValidationError, ValueError) as error:
-        raise ConfigError(f"{where}: {_first(error)}") from error
+        raise ConfigError(f"{where}: {_first_problem(error)}") from error
     ours = [each for each in config.applications if each.import_path == BUILD]
     if len(ours) != 1 or len(config.applications) != 1:
         raise ConfigError(f"{where}: needs one application, with import_path {BUILD}")
@@ -93,20 +93,20 @@ def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None
     Options that the file does not set are not compared, except the listening address, which
     `pensieve cluster up` prints.
     """
-    differs = []
+    differing = []
     location = details.get("proxy_location")
     if location is not None and _plain(location) != _plain(config.proxy_location):
-        differs.append("proxy_location")
+        differing.append("proxy_location")
     for name in ("http_options", "grpc_options"):
         wanted, found = getattr(config, name), details.get(name) or {}
-        differs += [
+        differing += [
             f"{name}.{each}"
             for each in sorted({*wanted.model_fields_set, *LISTENING})
             if each in found and found[each] != getattr(wanted, each)
         ]
-    if differs:
+    if differing:
         raise ConfigError(
-            f"{', '.join(differs)}: Ray Serve is running with other values and cannot change them while "
+            f"{', '.join(differing)}: Ray Serve is running with other values and cannot change them while "
             "it runs. Run `pensieve cluster down` first"
         )
 
@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _first(error: Exception) -> str:
+def _first_problem(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(str(each) for each in first['loc'])}: {first['msg']}"

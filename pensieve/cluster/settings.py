@@ -26,7 +26,7 @@ from pensieve.config import (
     REMOVED_SETTINGS,
     SERVE,
     default_data_folder,
-    removed,
+    removed_setting_error,
     settings_for,
     settings_named,
 )
@@ -98,7 +98,7 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     for name in ("tls_cert", "tls_key", "tls_client_ca"):
         if name in settings.serve:
             raise ConfigError(f"args: serve.{name}: {NO_TLS}")
-    _check(settings.serve)
+    _check_serve_settings(settings.serve)
     for name in ("token_file", "cluster_secret"):
         if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
             raise ConfigError(f"args: serve.{name} must be an absolute path")
@@ -124,9 +124,9 @@ def make_folders(settings: ClusterSettings) -> None:
 
 def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot) -> list[str]:
     """Return the `pensieve serve` command of a replica. No other function knows its flags."""
-    first = settings.daemon_port and settings.daemon_port + 2 * slot.number
-    command = [*(sys.executable, "-m", "pensieve", "serve"), "--address", f"{host}:{first}"]
-    command += ["--http", f"{host}:{first and first + 1}", "--data", str(slot.folder)]
+    first_port = settings.daemon_port and settings.daemon_port + 2 * slot.number
+    command = [*(sys.executable, "-m", "pensieve", "serve"), "--address", f"{host}:{first_port}"]
+    command += ["--http", f"{host}:{first_port and first_port + 1}", "--data", str(slot.folder)]
     command += ["--replica", name]
     command += _flags({name: value for name, value in settings.serve.items() if name != "store"})
     if settings.insecure or host != LOOPBACK:
@@ -167,13 +167,13 @@ def _flags(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check_serve_settings(given: Mapping[str, Any]) -> None:
     names = {each.name for each in SERVE_SETTINGS}
     for name, value in given.items():
         if name in RESERVED_SETTINGS:
             raise ConfigError(f"args: serve.{name} cannot be set: the cluster decides it")
         if name in REMOVED_SETTINGS:
-            raise removed(f"args: serve.{name}", name)
+            raise removed_setting_error(f"args: serve.{name}", name)
         if name not in names:
             raise ConfigError(f"args: `pensieve serve` has no setting {name!r}")
         if not isinstance(value, str | int | float | bool):

@@ -33,7 +33,7 @@ def take_slot(replicas: Path) -> Slot:
     try:
         replicas.mkdir(mode=0o700, parents=True, exist_ok=True)
         for number in itertools.count():
-            lock = _locked(replicas / f"{number}.lock")
+            lock = _try_to_lock(replicas / f"{number}.lock")
             if lock is not None:
                 if not _is_held(replicas / str(number)):
                     return Slot(number, replicas / str(number), lock)
@@ -45,7 +45,7 @@ def take_slot(replicas: Path) -> Slot:
     raise AssertionError("unreachable: numbers are endless")
 
 
-def _locked(path: Path) -> int | None:
+def _try_to_lock(path: Path) -> int | None:
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,7 +59,7 @@ def _is_held(folder: Path) -> bool:
     """Return whether a daemon that no replica has started uses the folder."""
     if not (folder / LOCK_NAME).exists():
         return False
-    lock = _locked(folder / LOCK_NAME)
+    lock = _try_to_lock(folder / LOCK_NAME)
     if lock is not None:
         os.close(lock)
     return lock is None

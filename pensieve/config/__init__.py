@@ -10,7 +10,7 @@ from pensieve.config.resolve import (
     Resolved,
     default_data_folder,
     print_settings,
-    removed,
+    removed_setting_error,
     resolve,
 )
 from pensieve.config.secret import read_secret, without_secrets
@@ -50,7 +50,7 @@ __all__ = [
     "default_data_folder",
     "print_settings",
     "read_secret",
-    "removed",
+    "removed_setting_error",
     "resolve",
     "settings_for",
     "settings_named",

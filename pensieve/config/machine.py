@@ -26,14 +26,14 @@ def available_memory_bytes() -> int:
     except (OSError, ValueError):
         available = 4 * 2**30
     for folder in _control_groups("memory"):
-        for limit, used in (
+        for limit_file, usage_file in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            room = _numbers(folder / limit), _numbers(folder / used)
-            if room[0] and room[1]:
-                taken = max(room[1][0] - _cached_bytes(folder), 0)
-                available = min(available, max(room[0][0] - taken, 0))
+            limits, usages = _numbers(folder / limit_file), _numbers(folder / usage_file)
+            if limits and usages:
+                taken = max(usages[0] - _cached_bytes(folder), 0)
+                available = min(available, max(limits[0] - taken, 0))
     return available
 
 

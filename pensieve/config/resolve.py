@@ -49,7 +49,7 @@ def resolve(
     internal = {each.name for each in settings_for(INTERNAL)}
     for name in REMOVED_SETTINGS.keys() - internal:
         if (variable := f"PENSIEVE_{name.upper()}") in environ:
-            raise removed(variable, name)
+            raise removed_setting_error(variable, name)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     written: dict[str, str] = {}
@@ -65,12 +65,12 @@ def resolve(
             text = ""
         if not text:  # an empty text counts as not given, because containers set empty variables
             text, source = setting.default, "default"
-        named = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
+        subject = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
         try:
             values[setting.name] = setting.parse(text) if text else None
         except ValueError as error:
-            but = "" if setting.secret else f", not {text!r}"
-            raise ConfigError(f"{named} {error}{but}") from None
+            value_text = "" if setting.secret else f", not {text!r}"
+            raise ConfigError(f"{subject} {error}{value_text}") from None
         sources[setting.name], texts[setting.name] = source, text
         if text and not setting.secret and {ENGINE, INTERNAL} & set(setting.used_by):
             written[setting.name] = text
@@ -80,7 +80,7 @@ def resolve(
     return Resolved(table, Settings(**values), sources, written, texts)
 
 
-def removed(given: str, name: str) -> ConfigError:
+def removed_setting_error(given: str, name: str) -> ConfigError:
     """Return the error for a setting of an earlier version."""
     return ConfigError(f"{given} was removed: {REMOVED_SETTINGS[name]}")
 
@@ -120,7 +120,7 @@ def _read(file: Path) -> dict[str, str]:
     known = {each.name for each in ALL if INTERNAL not in each.used_by}
     for name, value in table.items():
         if name in REMOVED_SETTINGS:
-            raise removed(f"{file}: {name}", name)
+            raise removed_setting_error(f"{file}: {name}", name)
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             perhaps = f". Did you mean {near[0]!r}?" if near else ""
@@ -133,5 +133,5 @@ def _read(file: Path) -> dict[str, str]:
 def default_data_folder(environ: Mapping[str, str]) -> Path:
     """Return DATA_FOLDER, or the folder `pensieve` in XDG_DATA_HOME."""
     home = environ.get("XDG_DATA_HOME")
-    own = Path(DATA_FOLDER).expanduser()
-    return Path(home) / own.name if home and sys.platform != "darwin" else own
+    folder = Path(DATA_FOLDER).expanduser()
+    return Path(home) / folder.name if home and sys.platform != "darwin" else folder

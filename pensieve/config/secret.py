@@ -9,8 +9,8 @@ from pensieve.config.settings import ALL
 from pensieve.errors import ConfigError
 
 SECRET_CHARACTERS_MIN = 16
-OF_LIBPQ = ("PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE", "PGSSLKEY")
-SECRETS = frozenset({*OF_LIBPQ, *(each.variable for each in ALL if each.secret)})
+LIBPQ_VARIABLES = ("PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE", "PGSSLKEY")
+SECRETS = frozenset({*LIBPQ_VARIABLES, *(each.variable for each in ALL if each.secret)})
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -132,7 +132,7 @@ class Settings:
     tool_calls: str = _setting(
         choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),
         "auto",
-        "format of the model's tool calls; auto: found from its template and tokenizer; none: they stay text",
+        "format of the model's tool calls; auto: from its template and tokenizer; none: calls stay text",
         "auto|hermes|llama|mistral|pythonic|none",
         used_by=(SERVE,),
         group="model",
@@ -157,7 +157,7 @@ class Settings:
         parse_tier_size,
         "auto",
         "size of the device tier, such as 6GiB, 60% or 20000t (tokens); auto: a quarter of memory; on a GPU, "
-        "all that is left",
+        "all memory that is left",
         "SIZE",
         group="cache and scheduling",
         common=True,
@@ -173,7 +173,7 @@ class Settings:
     policy: str = _setting(
         choice(*POLICY_NAMES),
         "return",
-        "eviction policy; return learns which conversations come back (`pensieve simulate` compares them)",
+        "eviction policy; return learns which conversations come back (see `pensieve simulate`)",
         "|".join(POLICY_NAMES),
         group="cache and scheduling",
     )
@@ -481,7 +481,7 @@ class Settings:
     daemon: str | None = _setting(
         str,
         "",
-        "HOST:PORT or unix:PATH of a daemon; several with commas between, if they share a history",
+        "HOST:PORT or unix:PATH of a daemon, or of several that share a history, separated by commas",
         "A",
         used_by=(REACH,),
         group="daemon",
@@ -615,9 +615,9 @@ class Settings:
 ALL: Table = tuple(replace(each.metadata["setting"], name=each.name) for each in fields(Settings))
 
 
-def settings_for(*concerned: str) -> Table:
+def settings_for(*parts: str) -> Table:
     """Return the settings of one or several parts of the program."""
-    return tuple(each for each in ALL if not set(concerned).isdisjoint(each.used_by))
+    return tuple(each for each in ALL if not set(parts).isdisjoint(each.used_by))
 
 
 ENGINE_SETTINGS = settings_for(ENGINE)

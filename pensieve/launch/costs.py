@@ -52,11 +52,11 @@ def costs_of(
         _check_model(settings, found.cost, model)
         kind = "profiled" if found.measured_with else "fitted from a journal"
         words = f"costs: {kind}, from {settings.cost}: {found.cost.source}"
-        return _measured(settings, found.cost, words, model)
-    kept = profiles.stored_profile(profiles.key_of(settings, folder, model))
-    if isinstance(kept, profiles.StoredProfile):
-        words = f"costs: profiled on this machine, {kept.in_words}"
-        return _measured(settings, kept.cost, words, model)
+        return _measured_costs(settings, found.cost, words, model)
+    profile = profiles.stored_profile(profiles.key_of(settings, folder, model))
+    if isinstance(profile, profiles.StoredProfile):
+        words = f"costs: profiled on this machine, {profile.in_words}"
+        return _measured_costs(settings, profile.cost, words, model)
     shape = model.shape
     retention = CostProfile.analytic(
         shape.num_parameters,
@@ -66,18 +66,18 @@ def costs_of(
         settings.chunk_tokens,
     )
     assumed = assumed_for(journal_model, _hardware(model))
-    words = f"costs: estimated from the model's shape: {kept}; {ADVICE}"
+    words = f"costs: estimated from the model's shape: {profile}; {ADVICE}"
     computing = assumed.computing if assumed is not None else SOME_COST
-    return Costs(retention, computing, words, *_streaming(settings, model))
+    return Costs(retention, computing, words, *_streaming_seconds(settings, model))
 
 
-def _measured(settings: Settings, cost: CostModel, words: str, model: LoadedModel) -> Costs:
+def _measured_costs(settings: Settings, cost: CostModel, words: str, model: LoadedModel) -> Costs:
     retention = replace(cost.recompute(settings.chunk_tokens), measured=True)
-    streaming = _streaming(settings, model, retention.copy_seconds)
+    streaming = _streaming_seconds(settings, model, retention.copy_seconds)
     return Costs(retention, cost.computing, words, *streaming)
 
 
-def _streaming(
+def _streaming_seconds(
     settings: Settings, model: LoadedModel, copy_seconds: float = 0.0
 ) -> tuple[float, float]:
     """Return the seconds to stage a chunk (from a data sheet if not measured), and the seconds per group."""

@@ -97,7 +97,7 @@ class Hooks:
 
 
 def setup_to_serve(resolved: Resolved) -> DaemonSetup:
-    """Return the setup of `pensieve serve`. Raises ConfigError if others could reach it by accident."""
+    """Return the setup of `pensieve serve`. Raises ConfigError if the daemon would be exposed by accident."""
     settings = resolved.settings
     if settings.backup is not None and is_server(settings.store):
         raise InvalidArgument(

@@ -74,9 +74,13 @@ class _Stages:
 
     def summary(self) -> str:
         ends = [began for began, _ in self._began[1:]] + [time.monotonic()]
-        took = [(end - began, name) for end, (began, name) in zip(ends, self._began, strict=True)]
-        slow = (f"{name} {seconds:.1f} s" for seconds, name in took if seconds >= SHOWN_SECONDS)
-        total = sum(seconds for seconds, _ in took)
+        durations = [
+            (end - began, name) for end, (began, name) in zip(ends, self._began, strict=True)
+        ]
+        slow = (
+            f"{name} {seconds:.1f} s" for seconds, name in durations if seconds >= SHOWN_SECONDS
+        )
+        total = sum(seconds for seconds, _ in durations)
         return ": ".join(filter(None, (f"the engine started in {total:.1f} s", ", ".join(slow))))
 
 

@@ -59,14 +59,14 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
         device_bytes = free_for_kv(model, *sizes, device, sampler, with_graphs=leader is None)
         if leader is not None:
             measured = zip((device_bytes, *leader.measured_bytes()), leader.num_layers, strict=True)
-            of_a_layer = min(num_bytes // num_layers for num_bytes, num_layers in measured)
-            device_bytes = num_ranks * of_a_layer * whole.shape.num_layers
+            bytes_per_layer = min(num_bytes // num_layers for num_bytes, num_layers in measured)
+            device_bytes = num_ranks * bytes_per_layer * whole.shape.num_layers
     page_bytes = num_ranks * whole.shape.kv_bytes_per_page(settings.chunk_tokens)
-    num_layers, left = whole.shape.num_layers, None
+    num_layers, left_bytes = whole.shape.num_layers, None
     pages = tier_pages(settings, page_bytes, device_bytes, num_layers)
     if device_bytes is not None:
-        left = device_bytes - pages.device * page_bytes
-    num_staged = staging_pages(settings, pages, page_bytes, num_layers, left)
+        left_bytes = device_bytes - pages.device * page_bytes
+    num_staged = staging_pages(settings, pages, page_bytes, num_layers, left_bytes)
     in_place = pages.host > 0 and streams_in_place(settings, device.type == "cpu")
     arena_pages = IN_PLACE if in_place else num_staged
     memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, arena_pages)
@@ -142,15 +142,15 @@ def build_executor(
     tiers = _allocate(settings, ranks, sampler, report)
     graphs = _graphs(settings, ranks, tiers.memory, report)
     checksums = PageChecksums(tiers.memory.host_arena) if settings.check_kv else None
-    own = TorchExecutor(
+    local_executor = TorchExecutor(
         ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs, checksums=checksums
     )
-    undo.callback(own.close)
-    executor: TorchExecutor | ParallelExecutor = own
+    undo.callback(local_executor.close)
+    executor: TorchExecutor | ParallelExecutor = local_executor
     if isinstance(ranks.model.flat, StageModel):
         assert ranks.leader is not None
         ranks.model.flat.connect()
-        executor = StagedExecutor(own, ranks.model.flat, ranks.leader)
+        executor = StagedExecutor(local_executor, ranks.model.flat, ranks.leader)
     elif ranks.leader is not None:
-        executor = ParallelExecutor(own, ranks.leader)
+        executor = ParallelExecutor(local_executor, ranks.leader)
     return BuiltExecutor(executor, ranks, tiers, checksums)

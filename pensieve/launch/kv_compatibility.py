@@ -71,13 +71,13 @@ def weights_digest(folder: Path) -> str:
         with path.open("rb") as file:
             header = file.read(min(int.from_bytes(file.read(8), "little"), HEADER_BYTES_MAX))
             digest.update(header)
-            first = file.tell()
+            data_start = file.tell()
             tensors = json.loads(header)
             tensors.pop("__metadata__", None)
             for name in sorted(tensors):
                 begin, end = tensors[name]["data_offsets"]
                 step = max((end - begin) // SAMPLES, SAMPLE_BYTES)
                 for offset in range(begin, end, step):
-                    file.seek(first + offset)
+                    file.seek(data_start + offset)
                     digest.update(file.read(min(SAMPLE_BYTES, end - offset)))
     return digest.hexdigest()[:32]

@@ -106,8 +106,8 @@ class _TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        about = "".join(f" {name}={value}" for name, value in _details(record).items())
-        return super().formatMessage(record) + about
+        details = "".join(f" {name}={value}" for name, value in _details(record).items())
+        return super().formatMessage(record) + details
 
 
 class _JsonLines(logging.Formatter):

@@ -89,13 +89,13 @@ def set_policy(wanted: Policy) -> None:
     _system_call(0, ctypes.c_int(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS))
 
 
-def _system_call(which: int, *arguments: object) -> None:
-    """Make a system call that has no function in the C library."""
+def _system_call(index: int, *arguments: object) -> None:
+    """Make a system call that has no function in the C library. `index` is its index in SYSTEM_CALLS."""
     calls = SYSTEM_CALLS.get(platform.machine())
     if calls is None:
         raise OSError(0, f"Pensieve does not know the system call's number on {platform.machine()}")
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    if call(ctypes.c_long(calls[which]), *arguments) < 0:
+    if call(ctypes.c_long(calls[index]), *arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -40,7 +40,7 @@ def cached_folder(key: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def found_or_made(key: str, make: Callable[[Path], None], report: Report, check: Check) -> Path:
+def find_or_make(key: str, make: Callable[[Path], None], report: Report, check: Check) -> Path:
     """Return the folder of this key. If it is missing, `make` fills it. `check` may raise to cancel."""
     if (existing := cached_folder(key)) is not None:
         return existing

@@ -18,7 +18,7 @@ from pensieve.launch.model_cache import (
     Check,
     cached_folder,
     check_room,
-    found_or_made,
+    find_or_make,
     models_folder,
 )
 from pensieve.sampling import DefaultSampling, Sampling, default_sampling
@@ -51,17 +51,17 @@ def resolve_model(
     if name == smollm2.NAME:
         return smollm2.smollm2(report, check)
     if path.is_file() and is_gguf(path):
-        return _converted(path, report, check)
+        return _converted_folder(path, report, check)
     if path.exists():
         raise ModelError(
             f"{name} is not a GGUF file. A model is a GGUF file, or a folder with config.json and "
             "safetensors files"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        meant = difflib.get_close_matches(name, [smollm2.NAME], 1)
+        suggestions = difflib.get_close_matches(name, [smollm2.NAME], 1)
         raise ModelError(
-            f'unknown model "{name}". Did you mean "{meant[0]}"?'
-            if meant
+            f'unknown model "{name}". Did you mean "{suggestions[0]}"?'
+            if suggestions
             else f"there is no {'file' if name.endswith('.gguf') else 'model folder'} {name}"
         )
     from huggingface_hub import snapshot_download
@@ -97,7 +97,7 @@ def needs_conversion(name: str) -> bool:
     return path.is_file() and is_gguf(path) and cached_folder(_key(path)) is None
 
 
-def _converted(path: Path, report: Report, check: Check) -> Path:
+def _converted_folder(path: Path, report: Report, check: Check) -> Path:
     """Return the folder for a GGUF file. The first call converts the file."""
     from pensieve.gguf.convert import Conversion
 
@@ -109,7 +109,7 @@ def _converted(path: Path, report: Report, check: Check) -> Path:
         conversion.write(folder, report, check)
         report(f"the converted model is kept in {models_folder() / _key(path)}")
 
-    return found_or_made(_key(path), make, report, check)
+    return find_or_make(_key(path), make, report, check)
 
 
 def _key(path: Path) -> str:

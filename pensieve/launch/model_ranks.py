@@ -144,8 +144,8 @@ def _start_ranks(
 ) -> Leader:
     num_stages, num_shards = settings.pipeline_stages, settings.tensor_parallel
     num_ranks = num_shards * num_stages
-    elsewhere = _remote_ranks(settings, folder, device)
-    num_local = num_ranks - (elsewhere.num_ranks if elsewhere is not None else 0)
+    remote_ranks = _remote_ranks(settings, folder, device)
+    num_local = num_ranks - (remote_ranks.num_ranks if remote_ranks is not None else 0)
     if num_shards > 1:
         check_machine(device)
         check_divisible(folder, num_shards)
@@ -166,7 +166,7 @@ def _start_ranks(
         "int8": settings.weights == "int8",
     }
     leader = Leader(
-        num_ranks, device, worker_settings, programs.RANK, num_stages, elsewhere, report
+        num_ranks, device, worker_settings, programs.RANK, num_stages, remote_ranks, report
     )
     undo.callback(leader.close)
     return leader

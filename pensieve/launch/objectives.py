@@ -60,27 +60,27 @@ def smallest_tbt(
         return SmallestTbt(
             cost.iteration_seconds([(CONTEXT, CONTEXT + 1), (0, TOKENS_MIN)]), source
         )
-    seconds = measured(executor, pages, now)
+    seconds = measure(executor, pages, now)
     return SmallestTbt(seconds, MEASURED) if seconds is not None else None
 
 
-def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> float | None:
+def measure(executor: Executor, pages: Pages, now: Callable[[], float]) -> float | None:
     """Run the smallest useful iteration. Return its seconds, or None if the device tier is too small."""
 
-    def num_of(num_tokens: int) -> int:
+    def num_pages(num_tokens: int) -> int:
         return -(-num_tokens // pages.chunk_tokens)
 
     longest = CONTEXT + NUM_RUNS
-    decode_pages = array("i", range(num_of(longest)))
-    prompt_pages = array("i", range(len(decode_pages), len(decode_pages) + num_of(TOKENS_MIN)))
+    decode_pages = array("i", range(num_pages(longest)))
+    prompt_pages = array("i", range(len(decode_pages), len(decode_pages) + num_pages(TOKENS_MIN)))
     if len(decode_pages) + len(prompt_pages) > pages.num_pages:
         return None
     log, sampling = array("I", [1] * (CONTEXT + 1)), Sampling(max_tokens=longest, ignore_eos=True)
     prompt = Slice(PROMPT_TURN, 0, TOKENS_MIN, log[:TOKENS_MIN], prompt_pages)
 
-    def run(*slices: Slice, index: int = 0, **rest: Any) -> float:
+    def run(*slices: Slice, index: int = 0, **others: Any) -> float:
         began = now()
-        executor.launch(Iteration(index, slices, **rest))
+        executor.launch(Iteration(index, slices, **others))
         executor.collect()
         return now() - began
 
@@ -88,12 +88,12 @@ def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> floa
         TurnStart(DECODE_TURN, log, sampling),
         TurnStart(PROMPT_TURN, log[:TOKENS_MIN], sampling),
     )
-    context = Slice(DECODE_TURN, 0, CONTEXT, log[:CONTEXT], decode_pages[: num_of(CONTEXT)])
+    context = Slice(DECODE_TURN, 0, CONTEXT, log[:CONTEXT], decode_pages[: num_pages(CONTEXT)])
     run(context, prompt, started=started)
     seconds = []
     for index in range(NUM_RUNS):
         start = CONTEXT + index
-        table = decode_pages[: num_of(start + 1)]
+        table = decode_pages[: num_pages(start + 1)]
         decode = Slice(DECODE_TURN, start, start + 1, log[:1], table, needs_token=True)
         seconds.append(run(decode, prompt, index=1 + index))
     run(prompt, index=1 + NUM_RUNS, ended=(DECODE_TURN, PROMPT_TURN))

@@ -92,18 +92,21 @@ def stored_profile(key: ProfileKey) -> StoredProfile | str:
         found = cost_file.load_all(path)
     except ConfigError as error:
         return f"its profile cannot be used ({one_line(error)})"
-    with_versions, at = found.measured_with, found.measured_with.get("at", "an unknown day")
-    if {name: with_versions.get(name) for name in key.measured_with} != key.measured_with:
+    measured_with, measured_at = (
+        found.measured_with,
+        found.measured_with.get("at", "an unknown day"),
+    )
+    if {name: measured_with.get(name) for name in key.measured_with} != key.measured_with:
         return f"the profile {path} belongs to another model or configuration"
-    versions = with_versions.get("versions")
+    versions = measured_with.get("versions")
     if versions != key.versions:
         return (
             f"its profile was measured with {_versions_text(versions)}, but this process runs "
             f"{_versions_text(key.versions)}"
         )
     median = found.errors.get("all", {}).get("median")
-    off = f", off by {median:.0%} in the median" if isinstance(median, float) else ""
-    return StoredProfile(found.cost, f"{at}{off} ({path})")
+    error_text = f", off by {median:.0%} in the median" if isinstance(median, float) else ""
+    return StoredProfile(found.cost, f"{measured_at}{error_text} ({path})")
 
 
 def _versions_text(versions: Any) -> str:
@@ -112,10 +115,10 @@ def _versions_text(versions: Any) -> str:
     return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def text_of(key: ProfileKey, cost: CostModel, at: str, facts: Mapping[str, Any]) -> str:
-    """Return the content of a profile file for this key. `at` is the date of the measurement."""
-    of_machine = {"host": platform.node() or "unknown"}
-    measured_with = {**key.measured_with, **of_machine, "versions": key.versions, "at": at}
+def text_of(key: ProfileKey, cost: CostModel, measured_at: str, facts: Mapping[str, Any]) -> str:
+    """Return the content of a profile file for this key. `measured_at` is the date of the measurement."""
+    machine = {"host": platform.node() or "unknown"}
+    measured_with = {**key.measured_with, **machine, "versions": key.versions, "at": measured_at}
     return cost_file.text_of(cost, {"measured_with": measured_with, **facts}) + "\n"
 
 

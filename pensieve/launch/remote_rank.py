@@ -77,7 +77,7 @@ class RemoteRank:
         pause, reason = PAUSE_SECONDS_MIN, ""
         while not self._stopping.is_set():
             try:
-                sock = self._connected()
+                sock = self._connect()
             except (RankRefused, OSError) as error:
                 if str(error) != reason:
                     reason = str(error)
@@ -92,7 +92,7 @@ class RemoteRank:
             self._stopping.wait(pause * random.uniform(0.75, 1.25))
             pause = min(pause * 2, PAUSE_SECONDS_MAX)
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         address = (self._leader.host, self._leader.port)
         sock = socket.create_connection(address, HANDSHAKE_SECONDS)
         try:

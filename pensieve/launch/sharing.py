@@ -92,8 +92,8 @@ async def announce(server: Server, announced: str = "") -> None:
         http = next((each.url.partition("://")[2] for each in server.other_listeners), "")
         addresses = (announced or server.address, http, server.metrics_address)
         host = announced.rpartition(":")[0]
-        places = [_with_host(host, each) for each in addresses]
-        await server.daemon.threads.in_store("", store.announce, *places)
+        full_addresses = [_with_host(host, each) for each in addresses]
+        await server.daemon.threads.in_store("", store.announce, *full_addresses)
 
 
 def _with_host(host: str, address: str) -> str:

@@ -42,9 +42,9 @@ def tier_pages(
         )
     )
     tokens_max = TOKENS_MAX if device_bytes is None else GPU_TOKENS_MAX
-    most = tokens_max // settings.chunk_tokens
-    device_pages = min(device_pages, most) if on_device.unit == "share" else device_pages
-    host_pages = min(host_pages, most) if host.unit == "share" else host_pages
+    pages_max = tokens_max // settings.chunk_tokens
+    device_pages = min(device_pages, pages_max) if on_device.unit == "share" else device_pages
+    host_pages = min(host_pages, pages_max) if host.unit == "share" else host_pages
     if device_pages < DEVICE_PAGES_MIN:
         raise ConfigError(
             f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
@@ -75,8 +75,9 @@ def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_l
     if settings.stream == "off":
         return 0
     layer_bytes = -(-host_bytes // num_layers)
-    most = STAGING_ARENAS * layer_bytes  # an arena never holds more than one layer of the host tier
-    return min(int(device_bytes * STAGING_SHARE / (1 + STAGING_SHARE)), most)
+    # An arena never holds more than one layer of the host tier.
+    maximum = STAGING_ARENAS * layer_bytes
+    return min(int(device_bytes * STAGING_SHARE / (1 + STAGING_SHARE)), maximum)
 
 
 def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
@@ -108,15 +109,15 @@ def staging_pages(
             )
         return 0
     layer_bytes = -(-page_bytes // num_layers)
-    smallest = STAGING_ARENAS * layer_bytes
+    pair_bytes = STAGING_ARENAS * layer_bytes  # one page in each arena
     if settings.staging_tokens:
         arena_pages = settings.staging_tokens // settings.chunk_tokens // STAGING_ARENAS
     else:
-        arena_pages = int(STAGING_SHARE * pages.device * page_bytes) // smallest
+        arena_pages = int(STAGING_SHARE * pages.device * page_bytes) // pair_bytes
     if settings.stream == "on":
         arena_pages = max(arena_pages, 1)
     arena_pages = min(arena_pages, pages.host)
-    return arena_pages if left_bytes is None else min(arena_pages, left_bytes // smallest)
+    return arena_pages if left_bytes is None else min(arena_pages, left_bytes // pair_bytes)
 
 
 def turns_max(settings: Settings, pages: int | None = None) -> int:
@@ -128,8 +129,8 @@ def turns_max(settings: Settings, pages: int | None = None) -> int:
     """
     if settings.turns_max:
         return settings.turns_max
-    by_budget = settings.token_budget - settings.token_budget // PROMPTS_PART
-    return max(min(by_budget, by_budget if pages is None else pages // 2), 1)
+    turns_by_budget = settings.token_budget - settings.token_budget // PROMPTS_PART
+    return max(min(turns_by_budget, turns_by_budget if pages is None else pages // 2), 1)
 
 
 def size_text(num_bytes: int) -> str:

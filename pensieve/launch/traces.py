@@ -41,10 +41,10 @@ class Traces:
         sdk = need("otel", "opentelemetry.sdk.trace", PURPOSE)
         resources = need("otel", "opentelemetry.sdk.resources", PURPOSE)
         context = need("otel", "opentelemetry.trace.propagation.tracecontext", PURPOSE)
-        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "pensieve"}
+        attributes = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "pensieve"}
         if replica and INSTANCE_ATTRIBUTE not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
-            named[INSTANCE_ATTRIBUTE] = replica
-        self._provider = sdk.TracerProvider(resource=resources.Resource.create(named))
+            attributes[INSTANCE_ATTRIBUTE] = replica
+        self._provider = sdk.TracerProvider(resource=resources.Resource.create(attributes))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pensieve")
         self._propagator = context.TraceContextTextMapPropagator()

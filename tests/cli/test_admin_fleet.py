@@ -165,7 +165,7 @@ def test_explain_names_the_replica_that_serves_a_conversation(
         "  chunks     0 to     0: device\n"
         "b: KV is cached\n"
         "  chunks     0 to     0: device\n"
-        "these replicas do not have it: c\n"
+        "these replicas do not have this conversation: c\n"
     )
     assert admin(world, "explain", "x", "--json", whole=True) == 0
     found = json.loads(capsys.readouterr().out)
@@ -174,7 +174,7 @@ def test_explain_names_the_replica_that_serves_a_conversation(
     assert admin(world, "explain", "nobody", whole=True) == 1
     assert "there is no conversation 'nobody'" in capsys.readouterr().err
     assert admin(world, "explain", "nobody", *WAIT) == 7  # silent daemons may know it
-    assert "these replicas do not have it: a, b, c\n" in capsys.readouterr().out
+    assert "these replicas do not have this conversation: a, b, c\n" in capsys.readouterr().out
     assert admin(world, "conversations", whole=True) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(row[0], row[1]) for row in rows if row[-1] in ("a", "b")] == [("x", "a"), ("x", "b")]

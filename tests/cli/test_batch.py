@@ -362,7 +362,7 @@ def job(**fields: object) -> Job:
         ),
         (
             {"state": "paused", "tokens_per_second": 0.0, "seconds_left": None, "num_refused": 0},
-            "1,234 of 50,000 lines, paused (`pensieve admin jobs resume` lets it go on), "
+            "1,234 of 50,000 lines, paused (`pensieve admin jobs resume` continues it), "
             "61% of prompt tokens saved",
         ),
     ],

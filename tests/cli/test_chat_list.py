@@ -12,9 +12,9 @@ from pensieve.cli.conversation_table import (
     age_of,
     cached_by_id,
     cached_text,
+    id_with_beginning,
     short_ids,
     shortened,
-    with_beginning,
 )
 from pensieve.client import Client
 from pensieve.client.admin import Admin
@@ -40,7 +40,7 @@ def test_a_page_has_ten_conversations_and_numbers_continue(tmp_path: Path) -> No
         assert first[0].split() == ["title", "age", "messages", "tokens", "cached", "id"]
         assert [line.split()[-1] for line in first[1:]] == [
             *(f"trip-{each:02}" for each in range(11, 1, -1)),
-            "ones",
+            "conversations",
         ]
         assert first[1].startswith("   1  Where to, day 11?  ")
         assert " device  trip-11" in first[1]
@@ -50,11 +50,11 @@ def test_a_page_has_ten_conversations_and_numbers_continue(tmp_path: Path) -> No
         client.conversation("later").ask("Hello.", max_tokens=1)
         assert conversations.find("11") == "trip-01"  # number 11 of the list as it was shown
         assert conversations.page(3, "") == []
-        assert with_beginning(client, "lat") == with_beginning(client, "later") == "later"
+        assert id_with_beginning(client, "lat") == id_with_beginning(client, "later") == "later"
         with pytest.raises(InvalidArgument, match=r"is ambiguous: trip-11, trip-10, .* and 8 more"):
-            with_beginning(client, "trip-")
+            id_with_beginning(client, "trip-")
         with pytest.raises(NotFound, match="'elsewhere'"):
-            with_beginning(client, "elsewhere")
+            id_with_beginning(client, "elsewhere")
         state = client.conversation("trip-03").get()
         found = (cached or {})["trip-03"]
         assert found.device_tokens > 0

@@ -66,7 +66,7 @@ def test_a_restarted_reply_is_shown_below_the_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.stderr", out)
     screen = Screen()
     screen.reply("```\ncode")
-    screen.passing("[waiting]")
+    screen.show_temporary("[waiting]")
     assert "[waiting]" in out.getvalue()
     screen.begin_again("[again]")
     screen.reply("It is *so*.")
@@ -84,7 +84,7 @@ def test_a_rewritten_row_has_no_control_characters(
     monkeypatch.setattr("sys.stderr", out)
     screen = Screen(plain=True)
     screen.reply("hi \x1b]0;evil\x07\x1b[2J")
-    screen.passing("[waiting]")
+    screen.show_temporary("[waiting]")
     screen.clear()
     assert "hi " in out.getvalue().rpartition("[waiting]")[2]
     assert "\x1b]0;" not in out.getvalue()

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pensieve.cli.conversation_lines import given_of, line_of
+from pensieve.cli.conversation_lines import line_of, parse_line
 from pensieve.client import Client, Conversation, ConversationState, Message
 from tests.api.http.test_agents import CALL, TOOL, scripted
 from tests.text.families import QWEN_3
@@ -27,7 +27,7 @@ def exported(conversation: Conversation) -> dict[str, Any]:
 
 
 def imported(client: Client, line: dict[str, Any], name: str) -> Conversation:
-    given = given_of(json.dumps(line))
+    given = parse_line(json.dumps(line))
     made = client.conversation(name)
     made.create(
         system_prompt=given.system_prompt,
@@ -71,7 +71,7 @@ def test_exports_contain_thinking_and_tool_calls(tmp_path: Path) -> None:
 def test_a_line_may_have_any_number_of_messages() -> None:
     messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
     line = {"messages": [{"role": "system", "content": "Be brief."}, *messages * 20_000]}
-    given = given_of(json.dumps(line))
+    given = parse_line(json.dumps(line))
     assert (given.system_prompt, len(given.messages)) == ("Be brief.", 40_000)
 
 

@@ -107,8 +107,8 @@ def test_the_socket_of_a_killed_daemon_gives_one_error_line_and_is_replaced(
     assert run("admin", "stats", *where) == 3
     assert capfd.readouterr().err == (
         f"pensieve: no daemon has the data folder {tmp_path / 'data'} (a killed daemon left the socket "
-        f"{tmp_path / 'data' / 'admin.sock'}). `pensieve serve` starts one; --data and --address name "
-        "another one\n"
+        f"{tmp_path / 'data' / 'admin.sock'}). `pensieve serve` starts one. To use another "
+        "daemon, pass --data or --address\n"
     )
     process.start()
     assert run("admin", "stats", *where) == 0

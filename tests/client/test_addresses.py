@@ -43,7 +43,7 @@ def test_an_address_is_avoided_for_longer_after_each_failure(
     addresses: Addresses, clock: Clock
 ) -> None:
     pauses = []
-    addresses.failed("gpu1:1", "away")
+    addresses.note_failed("gpu1:1", "away")
     for _ in range(6):
         assert chosen(addresses) == ("gpu2:1", False)
         pause = addresses.states()[0].seconds_left
@@ -51,42 +51,42 @@ def test_an_address_is_avoided_for_longer_after_each_failure(
         clock.now += pause
         assert chosen(addresses) == ("gpu1:1", True)  # one request checks this address
         assert chosen(addresses) == ("gpu2:1", False)  # others do not wait for the check
-        addresses.failed("gpu1:1", "still away")
+        addresses.note_failed("gpu1:1", "still away")
     assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
     assert addresses.states()[0] == AddressState("gpu1:1", "avoided", 7, 8.0, "still away")
-    addresses.works("gpu1:1")
+    addresses.note_works("gpu1:1")
     assert addresses.states()[0] == AddressState("gpu1:1", "works")
     assert chosen(addresses) == ("gpu1:1", False)
 
 
 def test_simultaneous_failures_of_many_calls_count_once(addresses: Addresses, clock: Clock) -> None:
     for _ in range(50):
-        addresses.failed("gpu1:1", "away")
+        addresses.note_failed("gpu1:1", "away")
     assert addresses.states()[0].num_failures == 1
     clock.now += 1.0
-    addresses.failed("gpu1:1", "away")
+    addresses.note_failed("gpu1:1", "away")
     assert addresses.states()[0].num_failures == 2
 
 
 def test_pauses_have_jitter() -> None:
     draws = iter([0.0, 0.5])
     addresses = Addresses(NAMES, Retry(first_seconds=1.0, drawn=lambda: next(draws)), lambda: 0.0)
-    addresses.failed("gpu1:1", "away")
-    addresses.failed("gpu2:1", "away")
+    addresses.note_failed("gpu1:1", "away")
+    addresses.note_failed("gpu2:1", "away")
     assert [each.seconds_left for each in addresses.states()] == [0.5, 0.75, 0.0]
 
 
 def test_an_address_in_doubt_is_checked_first_but_stays_chosen(addresses: Addresses) -> None:
-    addresses.doubt("gpu1:1", "the stream broke")
+    addresses.note_doubt("gpu1:1", "the stream broke")
     assert addresses.states()[0] == AddressState("gpu1:1", "in doubt", error="the stream broke")
     assert [chosen(addresses), chosen(addresses)] == [("gpu1:1", True)] * 2
-    addresses.works("gpu1:1")
+    addresses.note_works("gpu1:1")
     assert chosen(addresses) == ("gpu1:1", False)
 
 
 def test_an_avoided_address_is_used_if_all_are_avoided(addresses: Addresses) -> None:
     for name in NAMES:
-        addresses.failed(name, "away")
+        addresses.note_failed(name, "away")
     assert chosen(addresses) == ("gpu1:1", True)
     assert chosen(addresses, "gpu1:1") == ("gpu2:1", True)
     assert chosen(addresses, *NAMES) is None
@@ -143,10 +143,10 @@ def test_a_learned_home_that_fails_is_forgotten(addresses: Addresses) -> None:
     assert route.choose() == (first, False)
 
 
-def test_id_beside_returns_an_id_with_the_same_home(addresses: Addresses) -> None:
+def test_id_with_same_home_returns_an_id_with_the_same_home(addresses: Addresses) -> None:
     second = ranked("trip", NAMES)[1]
     addresses.learn("trip", second)
-    drawn = {addresses.id_beside("trip") for _ in range(20)}
+    drawn = {addresses.id_with_same_home("trip") for _ in range(20)}
     assert len(drawn) == 20
     assert {ranked(each, NAMES)[0] for each in drawn} == {second}
 
@@ -182,7 +182,7 @@ def test_a_broken_stream_keeps_its_address_until_that_address_fails_again(
     assert not route.try_next_address(errors.Unavailable("broken"))  # first the client must pause
     route.begin_round()
     assert route.choose() == (order[1], True)
-    route.does_not_serve(AWAY, is_reached=False)
+    route.note_not_serving(AWAY, is_reached=False)
     assert route.choose() == (order[2], False)
 
 

@@ -47,10 +47,12 @@ def test_an_unexpected_end_is_distinguished_from_a_stop() -> None:
         stopped, killed = (ChildProcess(program(READY + "time.sleep(600)")) for _ in range(2))
         for each in (stopped, killed):
             await each.start(60.0)
-        lost = [asyncio.create_task(each.lost()) for each in (stopped, killed)]
+        ended_unexpectedly = [
+            asyncio.create_task(each.ended_unexpectedly()) for each in (stopped, killed)
+        ]
         await stopped.stop(60.0)
         os.kill(killed.pid, 9)
-        assert await asyncio.wait_for(asyncio.gather(*lost), 60.0) == [False, True]
+        assert await asyncio.wait_for(asyncio.gather(*ended_unexpectedly), 60.0) == [False, True]
         assert killed.end == f"the daemon ended with exit code -9: {LINE}"
 
     asyncio.run(scenario())

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.cluster.grpc_edge import GONE, _around
+from pensieve.cluster.grpc_edge import GONE, _wrap
 from pensieve.cluster.grpc_forward import GrpcForward
 from pensieve.cluster.grpc_methods import TIMEOUT, methods
 from pensieve.cluster.replica import NEEDS_TOKENS, DaemonReplica, add_methods
@@ -80,12 +80,12 @@ class World:
 
     def send(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         handler: Any = grpc.unary_stream_rpc_method_handler(self._stream)
-        found: AsyncIterator[bytes] = _around(SEND, handler).unary_stream(request, context)
+        found: AsyncIterator[bytes] = _wrap(SEND, handler).unary_stream(request, context)
         return found
 
     async def get(self, request: bytes, context: Context) -> bytes:
         handler: Any = grpc.unary_unary_rpc_method_handler(self._unary)
-        return bytes(await _around(GET, handler).unary_unary(request, context))
+        return bytes(await _wrap(GET, handler).unary_unary(request, context))
 
 
 def run(address: str, work: Callable[[World], Awaitable[None]], **settings: Any) -> None:
@@ -224,14 +224,12 @@ def test_rays_own_errors_are_reported_as_unavailable(
 
     async def work() -> None:
         context = Context()
-        around = _around(SEND, grpc.unary_stream_rpc_method_handler(ray_handler))
+        around = _wrap(SEND, grpc.unary_stream_rpc_method_handler(ray_handler))
         assert len([each async for each in around.unary_stream(b"", context)]) == num_messages
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
         assert context.said["details"] == GONE
         context = Context()
-        await _around(GET, grpc.unary_unary_rpc_method_handler(ray_unary_handler)).unary_unary(
-            b"", context
-        )
+        await _wrap(GET, grpc.unary_unary_rpc_method_handler(ray_unary_handler)).unary_unary(b"", context)
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(work())
@@ -245,6 +243,6 @@ def test_the_deadline_is_forwarded_as_metadata() -> None:
         context.set_trailing_metadata([("pensieve-replica", "one")])
         return b""
 
-    around = _around(GET, grpc.unary_unary_rpc_method_handler(ray_handler))
+    around = _wrap(GET, grpc.unary_unary_rpc_method_handler(ray_handler))
     asyncio.run(around.unary_unary(b"", Context(30.0)))
     assert dict(found)[TIMEOUT] == "30.000"

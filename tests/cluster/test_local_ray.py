@@ -32,7 +32,7 @@ def test_a_node_that_died_before_its_start_time_was_read_does_not_count_as_runni
 ) -> None:
     """Its start time is "gone", and so is the start time of every process that has ended."""
     pid = ended_pid()
-    assert local_ray._started(pid) == local_ray.GONE
+    assert local_ray._start_time(pid) == local_ray.GONE
     node = Node(pid, local_ray.GONE)
     assert not node.runs
     ray = cluster_of(tmp_path, node)
@@ -56,7 +56,7 @@ def test_a_node_may_end_before_it_is_signalled(
         raise ProcessLookupError
 
     started = {17: "5"}
-    monkeypatch.setattr(local_ray, "_started", lambda pid: started.get(pid, local_ray.GONE))
+    monkeypatch.setattr(local_ray, "_start_time", lambda pid: started.get(pid, local_ray.GONE))
     monkeypatch.setattr(os, "kill", kill)
     ray = cluster_of(tmp_path, Node(17, "5"))
     assert ray.address == "127.0.0.1:1"

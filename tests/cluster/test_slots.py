@@ -44,7 +44,7 @@ def test_a_folder_stays_locked_until_its_daemon_has_ended(tmp_path: Path) -> Non
         other = take_slot(tmp_path)
         assert other.folder == tmp_path / "1"
         os.kill(child.pid, signal.SIGKILL)
-        await child.lost()
+        await child.ended_unexpectedly()
         assert take_slot(tmp_path).folder == tmp_path / "0"
 
     asyncio.run(scenario())

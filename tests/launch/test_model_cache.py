@@ -14,18 +14,18 @@ import pytest
 
 from pensieve.errors import ModelError
 from pensieve.launch import model_cache
-from pensieve.launch.model_cache import cached_folder, found_or_made, models_folder
+from pensieve.launch.model_cache import cached_folder, find_or_make, models_folder
 
 HALF_MADE = """
 import os, sys, time
-from pensieve.launch.model_cache import found_or_made
+from pensieve.launch.model_cache import find_or_make
 
 def make(folder):
     (folder / "model.safetensors").write_bytes(b"half")
     print("begun", flush=True)
     time.sleep(60)
 
-found_or_made("m", make, print, lambda: None)
+find_or_make("m", make, print, lambda: None)
 """
 
 
@@ -62,11 +62,11 @@ def refuse(folder: Path) -> None:
 
 def test_a_model_is_converted_once_into_a_private_folder(cache: Path) -> None:
     assert cached_folder("m") is None
-    folder = found_or_made("m", whole, nothing, nothing)
+    folder = find_or_make("m", whole, nothing, nothing)
     assert folder == cached_folder("m") == cache / "m" == models_folder() / "m"
     assert [each.name for each in folder.iterdir()] == ["config.json"]
     assert cache.stat().st_mode & 0o077 == 0
-    assert found_or_made("m", refuse, nothing, nothing) == folder
+    assert find_or_make("m", refuse, nothing, nothing) == folder
 
 
 def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(cache: Path) -> None:
@@ -75,17 +75,17 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(cache: Path) -> 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        found_or_made("m", fail, nothing, nothing)
+        find_or_make("m", fail, nothing, nothing)
     assert cached_folder("m") is None
     assert [each.name for each in cache.iterdir()] == ["m.lock"]
-    assert (found_or_made("m", whole, nothing, nothing) / "config.json").read_text() == "{}"
+    assert (find_or_make("m", whole, nothing, nothing) / "config.json").read_text() == "{}"
 
 
 def test_a_partial_model_of_a_killed_process_is_never_used(cache: Path) -> None:
     with unfinished_conversion():
         assert cached_folder("m") is None
     assert list(cache.glob("m.partial-*/model.safetensors"))
-    folder = found_or_made("m", whole, nothing, nothing)
+    folder = find_or_make("m", whole, nothing, nothing)
     assert [each.name for each in folder.iterdir()] == ["config.json"]
     assert sorted(each.name for each in cache.iterdir()) == ["m", "m.lock"]
 
@@ -100,9 +100,9 @@ def test_a_second_simultaneous_conversion_waits_for_the_first(cache: Path) -> No
         assert may_end.wait(30)
         whole(folder)
 
-    first = threading.Thread(target=found_or_made, args=("m", slow, nothing, nothing))
+    first = threading.Thread(target=find_or_make, args=("m", slow, nothing, nothing))
     second = threading.Thread(
-        target=lambda: others.append(found_or_made("m", refuse, lines.append, nothing))
+        target=lambda: others.append(find_or_make("m", refuse, lines.append, nothing))
     )
     first.start()
     assert begun.wait(30)
@@ -122,7 +122,7 @@ def test_waiting_for_another_conversion_can_be_interrupted(cache: Path) -> None:
         raise KeyboardInterrupt
 
     with unfinished_conversion(), pytest.raises(KeyboardInterrupt):
-        found_or_made("m", refuse, nothing, check)
+        find_or_make("m", refuse, nothing, check)
 
 
 def test_an_unwritable_cache_is_an_error_of_one_line(
@@ -131,7 +131,7 @@ def test_an_unwritable_cache_is_an_error_of_one_line(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot keep a model in .*, set XDG_CACHE_HOME"):
-        found_or_made("m", whole, nothing, nothing)
+        find_or_make("m", whole, nothing, nothing)
 
 
 def test_too_little_disk_space_is_an_error_before_anything_is_written(cache: Path) -> None:

@@ -89,12 +89,12 @@ async def _ask(
     except TimeoutError:
         return ReplicaAnswer(replica, error=_late(seconds))
     except grpc.aio.AioRpcError as failure:
-        return ReplicaAnswer(replica, error=failed(failure, seconds))
+        return ReplicaAnswer(replica, error=call_error(failure, seconds))
     except PensieveError as error:
         return ReplicaAnswer(replica, error=error)
 
 
-def failed(failure: grpc.aio.AioRpcError, seconds: float) -> PensieveError:
+def call_error(failure: grpc.aio.AioRpcError, seconds: float) -> PensieveError:
     """Return the error for a call that had `seconds` to finish."""
     error = error_of_call(failure, Deadline(seconds))
     is_deadline = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -8,7 +8,7 @@ from typing import Protocol
 import grpc
 
 from pensieve.client.channel import Tls
-from pensieve.client.fleet.asking import Connections, failed
+from pensieve.client.fleet.asking import Connections, call_error
 from pensieve.client.fleet.replicas import Replica
 from pensieve.v1 import admin_pb2 as pb
 
@@ -48,17 +48,17 @@ class SharedReplicas:
                 pb.ListReplicasRequest(), timeout=ANSWER_SECONDS, metadata=connections.metadata
             )
         except grpc.aio.AioRpcError as failure:
-            raise failed(failure, ANSWER_SECONDS) from None
+            raise call_error(failure, ANSWER_SECONDS) from None
         finally:
             await connections.close()
         replicas = [self._replica(each) for each in found.replicas]
         return sorted(replicas, key=lambda each: each.name)
 
-    def _replica(self, told: pb.Replica) -> Replica:
+    def _replica(self, given: pb.Replica) -> Replica:
         """Convert a protobuf Replica.
 
         A daemon that shares its history with no other daemon lists only itself, without an address.
         """
-        address = told.address or self._address
-        state = "draining" if told.draining else "alive" if told.alive else "silent"
-        return Replica(told.name or address, address, told.metrics_address, state)
+        address = given.address or self._address
+        state = "draining" if given.draining else "alive" if given.alive else "silent"
+        return Replica(given.name or address, address, given.metrics_address, state)

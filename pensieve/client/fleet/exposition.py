@@ -109,13 +109,13 @@ def _sample(line: str, keep_time: bool) -> Sample | None:
     if line[position : position + 1] == "{":
         position, is_more = position + 1, True
         while is_more and (found := PAIR.match(line, position)) is not None:
-            label, value, alone, comma = found.groups()
-            if alone is None:
+            label, value, quoted_name, comma = found.groups()
+            if quoted_name is None:
                 labels.append((_bare(label), value))
             elif name:
                 return None  # the sample has two names
             else:
-                name = _bare(alone)
+                name = _bare(quoted_name)
             position, is_more = found.end(), bool(comma)
         if line[position : position + 1] != "}":
             return None
@@ -172,35 +172,37 @@ def with_replica(labels: Labels, replica: Replica) -> Labels:
 def merged(found: Iterable[tuple[Replica, Families | None]]) -> str:
     """Merge the families of all replicas into one text. None: the replica is down."""
     found = list(found)
-    return "\n".join([*_up(found), *_lines(found), ""])
+    return "\n".join([*_up_lines(found), *_lines(found), ""])
 
 
-def _up(found: Sequence[tuple[Replica, Families | None]]) -> Iterator[str]:
+def _up_lines(found: Sequence[tuple[Replica, Families | None]]) -> Iterator[str]:
     yield f"# HELP {UP} Whether the replica answered with its metrics."
     yield f"# TYPE {UP} gauge"
     for replica, families in found:
-        yield _written(Sample(UP, with_replica((), replica), str(int(families is not None))))
+        yield _sample_line(Sample(UP, with_replica((), replica), str(int(families is not None))))
 
 
 def _lines(found: Sequence[tuple[Replica, Families | None]]) -> Iterator[str]:
     names = dict.fromkeys(name for _, families in found for name in families or ())
     names.pop(UP, None)  # from a text that was already merged
     for name in names:
-        of_name = [
+        with_name = [
             (replica, families[name])
             for replica, families in found
             if families is not None and name in families
         ]
-        helps = [each.help for _, each in of_name if each.help is not None]
-        kinds = [each.kind for _, each in of_name if each.kind is not None]
+        helps = [each.help for _, each in with_name if each.help is not None]
+        kinds = [each.kind for _, each in with_name if each.kind is not None]
         yield from (f"# HELP {name} {text}".rstrip(" ") for text in helps[:1])
         yield from (f"# TYPE {name} {kind}" for kind in kinds[:1])
-        for replica, family in of_name:
+        for replica, family in with_name:
             for each in family.samples:
-                yield _written(Sample(each.name, with_replica(each.labels, replica), each.value))
+                yield _sample_line(
+                    Sample(each.name, with_replica(each.labels, replica), each.value)
+                )
 
 
-def _written(sample: Sample) -> str:
+def _sample_line(sample: Sample) -> str:
     labels = [f"{name}={value}" for name, value in sample.labels]
     if BARE.fullmatch(sample.name):
         return f"{sample.name}{{{','.join(labels)}}} {sample.value}"

@@ -21,7 +21,7 @@ import grpc
 
 from pensieve.client.channel import Tls
 from pensieve.client.fleet import exposition
-from pensieve.client.fleet.asking import Connections, ReplicaAnswer, ask_each, failed
+from pensieve.client.fleet.asking import Connections, ReplicaAnswer, ask_each, call_error
 from pensieve.client.fleet.discovery import Discovery
 from pensieve.client.fleet.replicas import Replica
 from pensieve.client.requests import check_text
@@ -32,10 +32,10 @@ if TYPE_CHECKING:  # the generated stubs define this name only for type checkers
     from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 T = TypeVar("T")
-Place = tuple[str, str]  # name and address identify a replica
+ReplicaKey = tuple[str, str]  # name and address identify a replica
 ANSWER_SECONDS = 5.0
 LIST_SECONDS = 5.0  # between two refreshes of the list during `watch`
-AGAIN_SECONDS = 1.0  # pause before a stream of figures is started again
+RESTART_SECONDS = 1.0  # pause before a stream of figures is started again
 CACHED_MAX = 1000  # limit of conversations per replica
 
 
@@ -161,7 +161,7 @@ class Fleet:
             return answer.text
 
         found = await self._each(call)
-        return await asyncio.to_thread(lambda: [_parsed(answer) for answer in found])
+        return await asyncio.to_thread(lambda: [_parse(answer) for answer in found])
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
@@ -186,39 +186,39 @@ class Fleet:
         The first result is yielded when every replica has answered or failed.
         """
         loop = asyncio.get_running_loop()
-        latest: dict[Place, ReplicaAnswer[pb.Stats]] = {}
-        tasks: dict[Place, asyncio.Task[None]] = {}
-        came = asyncio.Event()
+        latest: dict[ReplicaKey, ReplicaAnswer[pb.Stats]] = {}
+        tasks: dict[ReplicaKey, asyncio.Task[None]] = {}
+        updated = asyncio.Event()
         replicas = await self.replicas()
         listed_at = loop.time()
 
         def keep(answer: ReplicaAnswer[pb.Stats]) -> None:
-            latest[_place(answer.replica)] = answer
-            came.set()
+            latest[_key(answer.replica)] = answer
+            updated.set()
 
         try:
             while True:
-                places = {_place(each): each for each in replicas}
-                for place in tasks.keys() - places.keys():
-                    (task := tasks.pop(place)).cancel()
+                replica_by_key = {_key(each): each for each in replicas}
+                for key in tasks.keys() - replica_by_key.keys():
+                    (task := tasks.pop(key)).cancel()
                     await asyncio.gather(task, return_exceptions=True)
-                    latest.pop(place, None)
-                for place in places.keys() - tasks.keys():
-                    following = self._follow(places[place], interval_seconds, keep)
-                    tasks[place] = loop.create_task(following)
-                while not latest.keys() >= places.keys():
-                    came.clear()
-                    await came.wait()
-                yield [replace(latest[place], replica=each) for place, each in places.items()]
+                    latest.pop(key, None)
+                for key in replica_by_key.keys() - tasks.keys():
+                    follow = self._follow(replica_by_key[key], interval_seconds, keep)
+                    tasks[key] = loop.create_task(follow)
+                while not latest.keys() >= replica_by_key.keys():
+                    updated.clear()
+                    await updated.wait()
+                yield [replace(latest[key], replica=each) for key, each in replica_by_key.items()]
                 await asyncio.sleep(interval_seconds)
                 if loop.time() >= listed_at + LIST_SECONDS:
-                    replicas, listed_at = await self._listed_again(replicas), loop.time()
+                    replicas, listed_at = await self._refreshed_list(replicas), loop.time()
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _listed_again(self, before: Sequence[Replica]) -> Sequence[Replica]:
+    async def _refreshed_list(self, before: Sequence[Replica]) -> Sequence[Replica]:
         """Return the current replicas. If they cannot be listed, return the previous list."""
         try:
             return await self.replicas()
@@ -248,19 +248,19 @@ class Fleet:
             except TimeoutError:
                 keep(ReplicaAnswer(replica, error=Unavailable(f"no answer in {seconds:g} s")))
             except grpc.aio.AioRpcError as failure:
-                keep(ReplicaAnswer(replica, error=failed(failure, seconds)))
+                keep(ReplicaAnswer(replica, error=call_error(failure, seconds)))
             except PensieveError as error:
                 keep(ReplicaAnswer(replica, error=error))
             finally:
                 stream.cancel()
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RESTART_SECONDS)
 
 
-def _place(replica: Replica) -> Place:
+def _key(replica: Replica) -> ReplicaKey:
     return replica.name, replica.address
 
 
-def _parsed(answer: ReplicaAnswer[str]) -> ReplicaAnswer[exposition.Families]:
+def _parse(answer: ReplicaAnswer[str]) -> ReplicaAnswer[exposition.Families]:
     if answer.value is None:
         return ReplicaAnswer(answer.replica, error=answer.error)
     try:

@@ -73,10 +73,10 @@ class ServingReplica:
     known_by: KnownBy
 
 
-Explained = ReplicaAnswer[pb.ExplainConversationResponse]
+Explanation = ReplicaAnswer[pb.ExplainConversationResponse]
 
 
-def owner_of(found: Sequence[Explained]) -> ServingReplica | None:
+def owner_of(found: Sequence[Explanation]) -> ServingReplica | None:
     """Return the conversation's owner. If the owner did not answer, the other replicas name it.
 
     None if no replica knows the owner, or if several histories have a conversation with this id.
@@ -102,7 +102,7 @@ def owner_of(found: Sequence[Explained]) -> ServingReplica | None:
     return ServingReplica(min(idle, key=lambda name: idle[name]), KnownBy.LATEST) if idle else None
 
 
-def num_histories(found: Sequence[Explained]) -> int:
+def num_histories(found: Sequence[Explanation]) -> int:
     """Return how many histories have a conversation with this id."""
     return len(
         {

@@ -76,10 +76,10 @@ def latency_of(found: Iterable[pb.Latency]) -> dict[str, float]:
 
 
 def _quantile(counts: Mapping[float, int], total: int, share: float) -> float:
-    rank, up_to = max(math.ceil(share * total), 1), 0
+    rank, cumulative = max(math.ceil(share * total), 1), 0
     for seconds in sorted(counts):
-        up_to += counts[seconds]
-        if up_to >= rank:
+        cumulative += counts[seconds]
+        if cumulative >= rank:
             return seconds
     return 0.0
 
@@ -110,17 +110,17 @@ def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
     for each in found:
         for tenant in each.tenants:
             by_name.setdefault(tenant.name, []).append((each.history, tenant))
-    whole = []
-    for name, having in sorted(by_name.items()):
+    totals = []
+    for name, reporting in sorted(by_name.items()):
         figures: dict[str, Any] = {"name": name}
         for field in ("turns", "calls", "unread_bytes"):
-            figures[field] = sum(getattr(tenant, field) for _, tenant in having)
+            figures[field] = sum(getattr(tenant, field) for _, tenant in reporting)
         for field in ("stored_bytes", "prefixes"):
             figures[field] = once_per_history(
-                [(history, getattr(tenant, field)) for history, tenant in having]
+                [(history, getattr(tenant, field)) for history, tenant in reporting]
             )
-        whole.append(figures)
-    return whole
+        totals.append(figures)
+    return totals
 
 
 def _tier(found: Sequence[pb.Tier]) -> dict[str, int]:
@@ -159,39 +159,41 @@ def _service(found: Sequence[pb.Stats]) -> dict[str, Any]:
 
 def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
     """Combine the figures in `more`, each over the daemons that report it."""
-    whole: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for name in sorted({name for each in found for name in each.more}):
-        having = [each for each in found if name in each.more]
-        values = [each.more[name] for each in having]
+        reporting = [each for each in found if name in each.more]
+        values = [each.more[name] for each in reporting]
         if name.startswith("tenant_tokens."):  # even if the tenant's name ends with `_share`
-            whole[name] = sum(values)
+            totals[name] = sum(values)
         elif name in WORST:
-            whole[name] = max(values)
+            totals[name] = max(values)
         elif name in PER_HISTORY:
-            whole[name] = once_per_history((each.history, int(each.more[name])) for each in having)
+            totals[name] = once_per_history(
+                (each.history, int(each.more[name])) for each in reporting
+            )
         elif name.endswith("_objective_seconds"):
             if len(set(values)) == 1:
-                whole[name] = values[0]
+                totals[name] = values[0]
         elif name not in NOT_SUMMED and not name.endswith(NOT_ADDITIVE):
-            whole[name] = sum(values)
+            totals[name] = sum(values)
     for kind in ("tbt", "ttft"):
         share = _share_attained(found, kind)
         if share is not None:
-            whole[f"{kind}_attained"] = share
-    computed = whole.get("tokens_computed", 0.0) + whole.get("rows_padded", 0.0)
+            totals[f"{kind}_attained"] = share
+    computed = totals.get("tokens_computed", 0.0) + totals.get("rows_padded", 0.0)
     if computed:
-        idle = whole.get("tokens_idle", 0.0) + whole.get("rows_padded", 0.0)
-        whole["idle_share"] = idle / computed
-    if whole.get("iterations"):
-        whole["tokens_per_iteration"] = whole.get("tokens_computed", 0.0) / whole["iterations"]
-    return whole
+        idle = totals.get("tokens_idle", 0.0) + totals.get("rows_padded", 0.0)
+        totals["idle_share"] = idle / computed
+    if totals.get("iterations"):
+        totals["tokens_per_iteration"] = totals.get("tokens_computed", 0.0) / totals["iterations"]
+    return totals
 
 
 def _share_attained(found: Sequence[pb.Stats], kind: str) -> float | None:
     """Return the share of samples within the objective. None if the daemons have different objectives."""
     name, count = f"{kind}_attained", f"{kind}_count"
-    having = [each for each in found if name in each.more]
-    if len({each.more[f"{kind}_objective_seconds"] for each in having}) != 1:
+    reporting = [each for each in found if name in each.more]
+    if len({each.more[f"{kind}_objective_seconds"] for each in reporting}) != 1:
         return None
-    total = sum(each.more[count] for each in having)
-    return sum(each.more[name] * each.more[count] for each in having) / total if total else 1.0
+    total = sum(each.more[count] for each in reporting)
+    return sum(each.more[name] * each.more[count] for each in reporting) / total if total else 1.0

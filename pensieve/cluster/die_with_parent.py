@@ -1,6 +1,6 @@
 """Run a program that is killed when the process that started it ends (Linux).
 
-    python -m pensieve.cluster.tied PARENT_PID PROGRAM [ARGUMENT ...]
+    python -m pensieve.cluster.die_with_parent PARENT_PID PROGRAM [ARGUMENT ...]
 
 A Ray replica may be killed with SIGKILL. Its daemon would survive: it would keep the GPU, and write to a
 history that other daemons continue. So this program asks the kernel for a SIGKILL when its parent ends. The
