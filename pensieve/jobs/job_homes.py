@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from pensieve.api.grpc.http_forwarding import fetched
+from pensieve.api.grpc.http_forwarding import fetch_path
 from pensieve.api.grpc.peers import Peers
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, Unavailable, whole_line
@@ -137,7 +137,7 @@ class JobLists:
 
     async def _of(self, address: str, query: str, metadata: CallMetadata) -> list[JobView]:
         try:
-            answer = json.loads(await self._fetched(address, LIST_PATH, query, metadata))
+            answer = json.loads(await self._fetch(address, LIST_PATH, query, metadata))
             return [_view(each, address) for each in answer["jobs"]]
         except (PensieveError, ValueError, TypeError, KeyError) as error:
             log.warning("cannot list the jobs of %s: %s", address, whole_line(error))
@@ -167,7 +167,7 @@ class JobLists:
             async with asyncio.timeout(LIST_SECONDS):
                 for first in range(0, len(ids), SIZES_AT_ONCE):
                     query = ",".join(ids[first : first + SIZES_AT_ONCE])
-                    answer = json.loads(await self._fetched(home, SIZES_PATH, query, metadata))
+                    answer = json.loads(await self._fetch(home, SIZES_PATH, query, metadata))
                     for job_id, sizes in answer["sizes"].items():
                         found[home, job_id] = ResultBytes(*sizes)
         except (PensieveError, TimeoutError, ValueError, TypeError, KeyError) as error:
@@ -178,10 +178,10 @@ class JobLists:
             ) from error
         return found
 
-    async def _fetched(self, address: str, path: str, query: str, metadata: CallMetadata) -> bytes:
+    async def _fetch(self, address: str, path: str, query: str, metadata: CallMetadata) -> bytes:
         forwarded = self._peers.metadata(metadata)
         async with self._peers.channel(address) as channel:
-            return await fetched(channel, forwarded, path, query, LIST_SECONDS)
+            return await fetch_path(channel, forwarded, path, query, LIST_SECONDS)
 
 
 def listed_here(views: Iterable[JobView]) -> Mapping[str, Any]:

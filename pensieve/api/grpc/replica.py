@@ -96,7 +96,7 @@ class KvFetcher:
             stub = replica_pb2_grpc.ReplicaServiceStub(channel)
             call: Any = stub.FetchKv(request, metadata=self._metadata)
             try:
-                async for each in _assembled(call):
+                async for each in _assemble(call):
                     yield each
             except grpc.aio.AioRpcError as error:
                 code = error.code().name
@@ -112,7 +112,7 @@ class KvFetcher:
         return grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
 
 
-async def _assembled(responses: Any) -> Parts:
+async def _assemble(responses: Any) -> Parts:
     """Yield parts with all their bytes. Raises Unavailable if a part is incomplete."""
     part: pb.KvPart | None = None
     pieces: list[bytes] = []

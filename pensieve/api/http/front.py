@@ -168,7 +168,7 @@ class Endpoint:
                 value = await self._handler(exchange, by)
             except OwnedElsewhere as owner:
                 if forwarded is not None:
-                    forwarded.elsewhere = owner  # the forwarding daemon decides what to do
+                    forwarded.owner = owner  # the forwarding daemon decides what to do
                     raise
                 value = await self._forwarded(exchange, by, owner)
             if value is not None:

@@ -22,7 +22,7 @@ from pensieve.api.anthropic.render import (
     ending_of,
     error_body,
     message,
-    stopped_by,
+    stop_string_of,
 )
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
@@ -94,7 +94,7 @@ class MessageEndpoints:
     def _ending(
         self, request: ParsedRequest, whole: ReplyTokens, cutter: ReplyPieces
     ) -> MessageEnding:
-        stop = stopped_by(
+        stop = stop_string_of(
             *(whole, self._requests.template.tokenizer, request.sampling.stop),
             continues_text=request.continues_text,
         )

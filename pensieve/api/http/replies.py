@@ -20,7 +20,7 @@ class EventStream(Protocol):
     """Renders the tokens of one reply as events."""
 
     def tokens(self, tokens: ReplyTokens) -> list[dict[str, Any]]: ...
-    def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]: ...
+    def withheld_events(self, tail: ReplyTokens) -> list[dict[str, Any]]: ...
 
 
 async def follow(
@@ -54,7 +54,7 @@ async def follow(
             daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:
-        await exchange.write_events(stream.rest(live.withheld))
+        await exchange.write_events(stream.withheld_events(live.withheld))
 
 
 def cache_headers(figures: Mapping[str, Any]) -> dict[str, str]:

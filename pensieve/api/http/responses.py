@@ -502,7 +502,7 @@ class RunningResponses:
         tokens = live.whole_reply(finish, tail)
         stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
         stream.tokens(tokens)
-        stream.rest(NO_TOKENS)
+        stream.withheld_events(NO_TOKENS)
         is_cut = (finish or live.finish) is FinishReason.CANCELLED
         items = stream.items(is_whole=tokens.finish is FinishReason.STOP and not is_cut)
         return finished(request, heading, tokens, live.prompt, items, is_cut=is_cut)

@@ -49,7 +49,7 @@ class ChoiceStream:
         """Return the chunks for these tokens of the reply."""
         return self._chunks(tokens.pieces(self._cutter), tokens)
 
-    def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
+    def withheld_events(self, tail: ReplyTokens) -> list[dict[str, Any]]:
         """Return the chunks for text that was withheld until the end of the reply."""
         pieces = [*tail.pieces(self._cutter), *self._cutter.end()]
         return self._chunks(pieces, NO_TOKENS) if pieces else []

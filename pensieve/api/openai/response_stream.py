@@ -105,7 +105,7 @@ class ResponseStream:
             found += self._numbered(self._items.push(pieces, self._rows(token)))
         return found
 
-    def rest(self, tail: ReplyTokens) -> list[Event]:
+    def withheld_events(self, tail: ReplyTokens) -> list[Event]:
         """Return the events for text that was withheld until the end of the reply."""
         return self.pieces([*tail.pieces(self._cutter), *self._cutter.end()])
 
