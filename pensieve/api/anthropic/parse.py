@@ -32,7 +32,7 @@ from pensieve.api.openai.formats import (
     FormatFields,
     ToolRules,
     refuse_form,
-    required,
+    require_call,
     take_output_format,
 )
 from pensieve.api.openai.messages import reply_begins
@@ -106,7 +106,7 @@ def _prompt(fields: Fields, served: Served) -> MessagePrompt:
     rules = _tools(fields)
     options = {**_thinking(fields, served.template_options), **effort}
     settings = ConversationSettings("", tools=rules.tools, template_options=options)
-    form = rules.held(form, served.call_style)
+    form = rules.constrain(form, served.call_style)
     if begins:
         refuse_form(form)
     return MessagePrompt(model, messages, settings, form, begins)
@@ -203,7 +203,7 @@ def _tools(fields: Fields) -> ToolRules:
     choice.end()
     if kind == "none":
         return ToolRules()
-    return rules if kind == "auto" else required(rules, where, names)
+    return rules if kind == "auto" else require_call(rules, where, names)
 
 
 def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, Any]:

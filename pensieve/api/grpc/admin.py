@@ -23,7 +23,7 @@ from pensieve.errors import (
     NotFound,
     QueueFull,
 )
-from pensieve.guard.limits import NO_LIMITS, Allowance, delivered
+from pensieve.guard.limits import NO_LIMITS, Allowance, write_within
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
@@ -71,7 +71,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         try:
             while True:
                 response = pb.WatchStatsResponse(stats=await self._stats())
-                await delivered(self.daemon.config.stall_seconds, context.write(response))
+                await write_within(self.daemon.config.stall_seconds, context.write(response))
                 await asyncio.sleep(seconds)
         finally:
             self.num_watchers -= 1

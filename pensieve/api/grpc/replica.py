@@ -16,7 +16,7 @@ from pensieve.api.grpc.http_forwarding import HttpAnswers
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.hand_over import KvHeader, KvPart, KvSource, Parts
 from pensieve.errors import InvalidArgument, Unavailable
-from pensieve.guard.limits import delivered
+from pensieve.guard.limits import write_within
 from pensieve.store.records import ID_PATTERN
 from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
@@ -52,7 +52,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
         async with aclosing(parts):
             async for each in parts:
                 for message in _messages(each):
-                    await delivered(self._stall_seconds, context.write(message))
+                    await write_within(self._stall_seconds, context.write(message))
 
     async def ForwardHttp(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         await self._http.answer(requests, context)

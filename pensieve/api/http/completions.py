@@ -17,7 +17,7 @@ from typing import Any
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.idempotency import client_key_of, digest
 from pensieve.api.http.replies import cache_headers, follow
-from pensieve.api.http.requests import ApiRequests, named
+from pensieve.api.http.requests import ApiRequests, client_field_names
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
@@ -35,7 +35,7 @@ class CompletionsEndpoint:
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, self._kind))
-        with named(request):
+        with client_field_names(request):
             lives = await self._begin(exchange, request)
         first, is_chat = lives[0], self._kind is RequestKind.CHAT
         names = (
@@ -54,7 +54,7 @@ class CompletionsEndpoint:
         requests, replies = self._requests, [each.whole_reply() for each in lives]
         tokenizer, prompt = requests.template.tokenizer, lives[0].prompt
         render = partial(answer, request, replies, prompt, heading, tokenizer, requests.style)
-        return await requests.rendered(by, sum(live.num_tokens for live in lives), render)
+        return await requests.render(by, sum(live.num_tokens for live in lives), render)
 
     async def _begin(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         # Open WebUI sets this header for its own requests (titles, tags, queries), which belong to no chat.

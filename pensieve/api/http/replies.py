@@ -1,8 +1,8 @@
 """Write a reply over HTTP as it arrives, and end its turn when the client disconnects.
 
 Without an `Idempotency-Key`, a client cannot attach to its turn again. So a disconnect ends the turn. The
-history keeps the text that was already sent. If no text was sent, it keeps nothing. With a key, the turn
-continues for the same grace period as over gRPC (followers.py).
+history keeps the text that was already sent. If no text was sent, the history keeps nothing. With a key, the
+turn continues for the same grace period as over gRPC (followers.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def follow(
             await followers.follow(live, write)
     except asyncio.CancelledError:
         is_over = live.finish is not None or followers.has_follower(live)
-        if exchange.has_left and not ((survives_disconnect and live.is_stored) or is_over):
+        if exchange.has_disconnected and not ((survives_disconnect and live.is_stored) or is_over):
             daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:

@@ -68,9 +68,9 @@ class ChoiceStream:
         logprobs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         reason = {"finish_reason": None} if ending is None else ending
-        one = {"index": self._choice, **new, "logprobs": logprobs, **reason}
+        choice = {"index": self._choice, **new, "logprobs": logprobs, **reason}
         usage = {"usage": None} if self._request.include_usage else {}
-        return {**_head(self._request, self._heading), "choices": [one], **usage}
+        return {**_head(self._request, self._heading), "choices": [choice], **usage}
 
 
 class ChatStream(ChoiceStream):
