@@ -324,9 +324,9 @@ class Worker:
         for first in range(0, len(lines), LINES_PER_TASK):
             if activity.stopping:
                 break
-            lines = lines[first : first + LINES_PER_TASK]
+            batch = lines[first : first + LINES_PER_TASK]
             found += await self._daemon.threads.in_text_pool(
-                reader.job.key.tenant, partial(reader.read_all, lines)
+                reader.job.key.tenant, partial(reader.read_all, batch)
             )
         return found
 
