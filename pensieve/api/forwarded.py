@@ -17,15 +17,17 @@ class ForwardedRequest:
     """A request that another daemon forwarded to this daemon, and the caller that the other daemon named."""
 
     caller: Caller
-    forwarding_key: str  # drawn by the other daemon, because both may execute the request
-    elsewhere: OwnedElsewhere | None = None  # the owner, if this daemon could not answer
+    forwarding_key: (
+        str  # drawn by the other daemon: identifies the request if both daemons execute it
+    )
+    owner: OwnedElsewhere | None = None  # set if another daemon owns the conversation or job
 
 
 class HttpRequest(Protocol):
     """A request that can be forwarded, and its answer."""
 
     scope: Mapping[str, Any]
-    forwarding_key: str  # set when the request is forwarded first
+    forwarding_key: str  # set when the request is first forwarded
 
     @property
     def received(self) -> bytes | None: ...

@@ -175,7 +175,7 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
     try:
         written = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(
-            written, object_pairs_hook=_Objects(objects_max), parse_constant=_no_number
+            written, object_pairs_hook=_Objects(objects_max), parse_constant=_refuse_number
         )
     except json.JSONDecodeError as error:
         problem = f"is not JSON: {error.msg} at character {error.pos + 1}"
@@ -183,7 +183,7 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
         problem = f"is not UTF-8: byte {error.start + 1}"
     except RecursionError:
         problem = "is nested too deeply"
-    except _NotOurs as error:
+    except _RefusedJson as error:
         problem = str(error)
     except ValueError:  # Python does not parse integers with thousands of digits
         problem = "holds a number that is too large"
@@ -196,7 +196,7 @@ def one_line(value: Mapping[str, Any]) -> bytes:
     return text.translate(LINE_ENDS).encode() + b"\n"
 
 
-class _NotOurs(ValueError):
+class _RefusedJson(ValueError):
     """The text is JSON that Python's parser accepts but `read_json` refuses."""
 
 
@@ -209,16 +209,16 @@ class _Objects:
     def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         self._left -= 1 + len(pairs)
         if self._left < 0:
-            raise _NotOurs(f"holds more than {self._objects_max:,} objects and members")
+            raise _RefusedJson(f"holds more than {self._objects_max:,} objects and members")
         members = dict(pairs)
         if len(members) < len(pairs):
             names: set[str] = set()
             for name, _ in pairs:
                 if name in names:
-                    raise _NotOurs(f"has {quoted(name)} twice in one object")
+                    raise _RefusedJson(f"has {quoted(name)} twice in one object")
                 names.add(name)
         return members
 
 
-def _no_number(name: str) -> NoReturn:
-    raise _NotOurs(f"holds {name}, which is not JSON")
+def _refuse_number(name: str) -> NoReturn:
+    raise _RefusedJson(f"holds {name}, which is not JSON")

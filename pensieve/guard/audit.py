@@ -58,7 +58,7 @@ class AuditedCall:
     prefix_id: str = ""
     job_id: str = ""
     of_tenant: str = ""  # another tenant, named by the operator
-    is_forwarded: bool = False  # the sender claims to forward it, but has not proved to be a daemon
+    is_forwarded: bool = False  # the sender claims to be a forwarding daemon, but has not proved it
 
 
 class Audit:
@@ -94,7 +94,7 @@ class Audit:
         num_left_out, self._num_left_out = self._num_left_out, 0
         self._write(
             "refused",
-            method=_short(method),
+            method=_method_name(method),
             peer=peer,
             reason=reason,
             token=token,
@@ -135,7 +135,7 @@ class Audit:
             self._file.write(event, **fields)
 
 
-def _short(method: str) -> str:
+def _method_name(method: str) -> str:
     return method.rpartition("/")[2]
 
 
@@ -226,11 +226,11 @@ class AuditLog:
 
     def _was_moved(self) -> bool:
         try:
-            there = self._path.stat()
+            at_path = self._path.stat()
         except FileNotFoundError:
             return True
-        ours = os.fstat(self._file)
-        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
+        opened = os.fstat(self._file)
+        return (at_path.st_dev, at_path.st_ino) != (opened.st_dev, opened.st_ino)
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

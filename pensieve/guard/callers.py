@@ -5,8 +5,8 @@ the tokens, which are compared in constant time. A token belongs to a tenant and
 tenant's conversations. A caller on the UNIX socket in the data folder is the operator.
 
 The other daemons of the cluster have their own tokens (`is_peer`). A daemon that forwards a call tells the
-owner who the caller is, and the rights of this caller apply. The owner believes this only if the call has a
-peer's token.
+owner who the caller is, and the rights of this caller apply. The owner accepts the named caller only if the
+call has a peer's token.
 
 Peers are written in gRPC's notation: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
 """
@@ -53,7 +53,7 @@ class Token:
     tenant: str = ""
     admin: bool = False
     limits: Limits = NO_LIMITS
-    priority_max: int = PRIORITY_MAX  # of its turns; higher priorities are lowered to this one
+    priority_max: int = PRIORITY_MAX  # of its turns; higher priorities are lowered to this value
     name: str = ""  # in the token file and the audit log
     is_peer: bool = False  # belongs to the other daemons of a cluster
 
@@ -67,7 +67,7 @@ class Token:
 class Caller:
     tenant: str = ""
     admin: bool = False
-    known: bool = True  # it has a valid token, or the daemon needs none
+    known: bool = True  # the caller has a valid token, or the daemon needs no tokens
     priority_max: int = PRIORITY_MAX
     token: str = field(default="", compare=False)  # name or digits of the digest, for the audit log
     is_peer: bool = False  # the call came from another daemon of the cluster
@@ -170,7 +170,7 @@ class KnownTokens:
             return None
         digest = hashlib.sha256(authorization[7:].encode()).digest()
         found = None
-        for token in self._tokens:  # compares with all, so that the time reveals nothing
+        for token in self._tokens:  # compare with all tokens, so that the time reveals nothing
             if hmac.compare_digest(token.sha256, digest):
                 found = token
         return found

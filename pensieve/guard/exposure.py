@@ -1,4 +1,4 @@
-"""The settings of a daemon's sockets, and checks that other machines cannot reach it by accident."""
+"""The settings of a daemon's sockets, and checks that other machines cannot reach the daemon by accident."""
 
 from __future__ import annotations
 

@@ -91,14 +91,14 @@ class Guard:
     ) -> Caller:
         """Return the caller, and audit the use of its token. `name`: the method's name."""
         try:
-            found = self._tokens.authenticate(access, authorization, peer)
+            caller = self._tokens.authenticate(access, authorization, peer)
         except PensieveError as error:
             token = self._tokens.find(authorization)
             self.audit.refused(name, peer, error.reason, "" if token is None else token.log_name)
             raise
-        if found.token:
-            self.audit.token_used(found.token, found.tenant, peer)
-        return found
+        if caller.token:
+            self.audit.token_used(caller.token, caller.tenant, peer)
+        return caller
 
     def allowance(self, tenant: str) -> Allowance:
         return self._allowances.of(tenant, _now())
@@ -128,7 +128,7 @@ class GuardedCall:
         self.caller: Caller | None = None  # set by `enter`
         self.ended_early = False  # the client has disconnected, or the handler has sent an error
         self._guard, self._kind, self._transport = guard, kind, transport
-        self._send_error, self._audited = send_error, audited
+        self._send_error, self._audit_entry = send_error, audited
         self._began = _now() if audited is not None else 0.0
         self._allowance: Allowance | None = None  # set if the call is counted
         self._num_unread_bytes = 0  # bytes of an unstreamed answer, until the call ends
@@ -146,23 +146,23 @@ class GuardedCall:
         from another daemon.
         """
         guard, kind, transport = self._guard, self._kind, self._transport
-        self.caller = found = guard.authenticate(
+        self.caller = caller = guard.authenticate(
             self.name, kind.access, authorization, transport.peer()
         )
-        is_forwarded = found.is_peer and kind.access in (Access.CALLER, Access.PEER)
+        is_forwarded = caller.is_peer and kind.access in (Access.CALLER, Access.PEER)
         if is_forwarded and (by := forwarded()) is not None:
             return self.enter_forwarded(decode_caller(by))
-        set_caller(found)
+        set_caller(caller)
         if kind.is_counted:
-            self._allowance = allowance = guard.allowance(found.tenant)
+            self._allowance = allowance = guard.allowance(caller.tenant)
             allowance.num_calls += 1
-            transport.add_done_callback(self._ended)
+            transport.add_done_callback(self._on_transport_end)
             allowed = 2 if kind.is_repeated else 1
-            exceeded = allowance.calls_exceeded(allowed) or allowance.request(_now())
+            exceeded = allowance.calls_exceeded(allowed) or allowance.count_request(_now())
             if exceeded is not None:
                 raise exceeded
             await self._pause(allowance.seconds_to_begin(_now()))
-        return found
+        return caller
 
     def enter_forwarded(self, by: Caller) -> Caller:
         """Admit the caller of a forwarded call. The forwarding daemon has authenticated and counted the call.
@@ -171,7 +171,7 @@ class GuardedCall:
         """
         self.caller = by
         if by.is_peer:
-            self._audited = None
+            self._audit_entry = None
         set_caller(by)
         return by
 
@@ -188,7 +188,7 @@ class GuardedCall:
             return await incoming.unknown_callers_body(
                 transport, peer, is_watch=self._kind.is_watch
             )
-        receive = incoming.piecewise if in_pieces else incoming.body
+        receive = incoming.http_body if in_pieces else incoming.body
         raw, received = await receive(transport, group_of(self.caller, peer))
         if self._kind.is_counted:
             self._received, self._counts_until_call_ends = received, in_pieces
@@ -236,7 +236,7 @@ class GuardedCall:
                 outcome = outcome if self.ended_early else "OK"
             elif isinstance(error, PensieveError):
                 outcome = error.reason
-                await self._failed(error)
+                await self._report(error)
             elif isinstance(error, Exception):
                 outcome, incident = "INTERNAL", secrets.token_hex(8)
                 log.error("incident %s in %s", incident, self.name, exc_info=error)
@@ -249,10 +249,10 @@ class GuardedCall:
         finally:
             if self._received is not None:
                 self._received.release()
-            if self._audited is not None and self.caller is not None:
-                self._audit(outcome, self._audited())
+            if self._audit_entry is not None and self.caller is not None:
+                self._audit(outcome, self._audit_entry())
 
-    async def _failed(self, error: PensieveError) -> None:
+    async def _report(self, error: PensieveError) -> None:
         self._guard.count_refusal(error)
         if is_for_the_log(error):
             log.error("%s failed: %s", self.name, whole_line(error))
@@ -273,7 +273,7 @@ class GuardedCall:
             left = self._transport.time_remaining()
             await asyncio.sleep(seconds if left is None else min(seconds, left / 2))
 
-    def _ended(self, _: Any) -> None:
+    def _on_transport_end(self, _: Any) -> None:
         assert self._allowance is not None
         self._allowance.num_calls -= 1
         self._allowance.num_unread_bytes -= self._num_unread_bytes

@@ -1,6 +1,6 @@
 """The limits of tenants, and their usage.
 
-    turns_max             simultaneous turns and warm-ups (KV computed in advance), waiting ones included
+    turns_max             simultaneous turns and warm-ups (KV computed in advance), running or waiting
     tokens_per_second     mean rate of new and sampled tokens, and of tokens that warm-ups compute; any other
                           call that changes the history is charged one token
     requests_per_second   mean rate of calls, except health checks and the operator's methods
@@ -63,13 +63,13 @@ INTEGER_LIMITS = frozenset(
 class Bucket:
     """A token bucket: it fills at a rate, up to a maximum, and may be in debt."""
 
-    def __init__(self, rate: float | None, now: float, least: float = 0.0) -> None:
-        """The maximum is what the rate adds in BURST_SECONDS, but at least `least`."""
+    def __init__(self, rate: float | None, now: float, minimum: float = 0.0) -> None:
+        """The maximum is what the rate adds in BURST_SECONDS, but at least `minimum`."""
         self.rate = rate
         self.saved = 0.0  # negative: debt
-        self._least = least
+        self._minimum = minimum
         self._filled_at = now
-        self.saved = self.most
+        self.saved = self.maximum
 
     def change(self, rate: float | None, now: float) -> None:
         """Set another rate. The saved amount or debt stays, limited to the new maximum."""
@@ -77,7 +77,7 @@ class Bucket:
             return
         self._refill(now)
         had_rate, self.rate = self.rate is not None, rate
-        self.saved = min(self.saved, self.most) if had_rate else self.most
+        self.saved = min(self.saved, self.maximum) if had_rate else self.maximum
 
     def level(self, now: float) -> float | None:
         """Return the saved amount; None without a limit."""
@@ -106,12 +106,12 @@ class Bucket:
         return wait
 
     @property
-    def most(self) -> float:
-        return 0.0 if self.rate is None else max(self.rate * BURST_SECONDS, self._least)
+    def maximum(self) -> float:
+        return 0.0 if self.rate is None else max(self.rate * BURST_SECONDS, self._minimum)
 
     def _refill(self, now: float) -> None:
         earned = (self.rate or 0.0) * (now - self._filled_at)
-        self.saved = min(self.saved + earned, self.most)
+        self.saved = min(self.saved + earned, self.maximum)
         self._filled_at = now
 
 
@@ -123,7 +123,7 @@ class Allowance:
         self.num_calls = 0
         self.num_unread_bytes = 0
         self.tokens = Bucket(limits.tokens_per_second, now)
-        self.requests = Bucket(limits.requests_per_second, now, least=1.0)
+        self.requests = Bucket(limits.requests_per_second, now, minimum=1.0)
         self._refusals = Bucket(REFUSALS_PER_SECOND, now)
         self._calls = Bucket(CALLS_PER_SECOND, now)  # used while in debt
 
@@ -136,13 +136,15 @@ class Allowance:
         """Return the error if one more turn would exceed a limit."""
         limits = self.limits
         if limits.turns_max is not None and num_turns >= limits.turns_max:
-            return _full("turns_max", f"your tenant may run {limits.turns_max} turns at once")
+            return _limit_error(
+                "turns_max", f"your tenant may run {limits.turns_max} turns at once"
+            )
         return self.in_debt(now)
 
     def in_debt(self, now: float) -> QueueFull | None:
         if wait := self.tokens.seconds_until(0.0, now):
             rate = self.limits.tokens_per_second
-            return _full(
+            return _limit_error(
                 "tokens_per_second", f"your tenant may use {rate:g} tokens per second", wait
             )
         return None
@@ -152,14 +154,14 @@ class Allowance:
 
     def has_spare(self, now: float) -> bool:
         """Return whether background turns may run: at least half of the maximum must be saved."""
-        return not self.tokens.seconds_until(self.tokens.most / 2, now)
+        return not self.tokens.seconds_until(self.tokens.maximum / 2, now)
 
-    def request(self, now: float) -> QueueFull | None:
+    def count_request(self, now: float) -> QueueFull | None:
         """Count a request, or return the error if it exceeds the limit."""
         if wait := self.requests.seconds_until(1.0, now):
             rate = self.limits.requests_per_second
             text = f"your tenant may send {rate:g} requests per second"
-            return _full("requests_per_second", text, wait)
+            return _limit_error("requests_per_second", text, wait)
         self.requests.spend(1.0, now)
         return None
 
@@ -179,61 +181,61 @@ class Allowance:
         calls_max = self.limits.calls_max
         if calls_max is None or self.num_calls <= allowed * calls_max:
             return None
-        return _full("calls_max", f"your tenant may have {calls_max} calls at once")
+        return _limit_error("calls_max", f"your tenant may have {calls_max} calls at once")
 
     def unread_exceeded(self, num_bytes: int) -> QueueFull | None:
         """Return the error if this many more bytes would exceed unread_bytes."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None
         text = f"your tenant's clients have {self.num_unread_bytes:,} unread bytes; read them first"
-        return _full("unread_bytes", text)
+        return _limit_error("unread_bytes", text)
 
 
 class Allowances:
     """The allowances of all tenants; by default a tenant has no limits."""
 
     def __init__(self, limits: Mapping[str, Limits], now: float) -> None:
-        self._of_tenant = {tenant: Allowance(each, now) for tenant, each in limits.items()}
+        self._by_tenant = {tenant: Allowance(each, now) for tenant, each in limits.items()}
 
     def __len__(self) -> int:
-        return len(self._of_tenant)
+        return len(self._by_tenant)
 
     @property
     def num_calls(self) -> int:
-        return sum(each.num_calls for each in self._of_tenant.values())
+        return sum(each.num_calls for each in self._by_tenant.values())
 
     @property
     def tenants(self) -> list[str]:
-        return sorted(self._of_tenant)
+        return sorted(self._by_tenant)
 
     def known(self, tenant: str) -> Allowance | None:
         """Return the allowance of a tenant that has limits or has called."""
-        return self._of_tenant.get(tenant)
+        return self._by_tenant.get(tenant)
 
     def of(self, tenant: str, now: float) -> Allowance:
-        found = self._of_tenant.get(tenant)
+        found = self._by_tenant.get(tenant)
         if found is None:
-            found = self._of_tenant[tenant] = Allowance(NO_LIMITS, now)
+            found = self._by_tenant[tenant] = Allowance(NO_LIMITS, now)
         return found
 
     def change(self, limits: Mapping[str, Limits], now: float) -> None:
         """Replace the limits."""
-        for tenant in {*limits, *self._of_tenant}:
+        for tenant in {*limits, *self._by_tenant}:
             self.of(tenant, now).change(limits.get(tenant, NO_LIMITS), now)
-        for tenant, allowance in [*self._of_tenant.items()]:
+        for tenant, allowance in [*self._by_tenant.items()]:
             if tenant not in limits and not allowance.num_calls:
-                del self._of_tenant[tenant]
+                del self._by_tenant[tenant]
 
     @property
     def storage(self) -> dict[str, int]:
         return {
             tenant: each.limits.storage_bytes
-            for tenant, each in self._of_tenant.items()
+            for tenant, each in self._by_tenant.items()
             if each.limits.storage_bytes is not None
         }
 
 
-def _full(limit: str, text: str, wait: float | None = None) -> QueueFull:
+def _limit_error(limit: str, text: str, wait: float | None = None) -> QueueFull:
     error = QueueFull(text)
     error.limit, error.retry_after_seconds = limit, wait
     return error
@@ -277,7 +279,7 @@ class Watchers:
             self._counts[tenant] -= 1
 
 
-async def delivered(seconds: float, writing: Awaitable[None]) -> None:
+async def write_within(seconds: float, writing: Awaitable[None]) -> None:
     """Wait for a write; raises DeadlineExceeded if the client reads nothing for `seconds`."""
     try:
         async with asyncio.timeout(seconds):

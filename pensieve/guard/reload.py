@@ -82,13 +82,13 @@ class Reloaded(Generic[T]):
 
     def __init__(
         self,
-        what: str,
+        name: str,
         files: Sequence[Path | None],
         read: Callable[[], T],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
         """`read` may raise ConfigError; `on_reload` gets the problem with changed files, if any."""
-        self._what, self._read, self._on_reload = what, read, on_reload
+        self._name, self._read, self._on_reload = name, read, on_reload
         self._files = Watched(*(path for path in files if path is not None))
         self._files.has_changed()
         self.value = read()
@@ -100,9 +100,9 @@ class Reloaded(Generic[T]):
         try:
             self.value = self._read()
         except ConfigError as error:
-            log.error("%s stays as it was: %s", self._what, error)
+            log.error("%s stays as it was: %s", self._name, error)
             self._on_reload(whole_line(error))
             return None
-        log.info("%s was read again", self._what)
+        log.info("%s was read again", self._name)
         self._on_reload("")
         return self.value

@@ -109,12 +109,12 @@ class IncomingBodies:
         try:
             async with asyncio.timeout(seconds), slots:
                 await self._wait_for_room(group)
-                raw = _whole(await source.read())
+                raw = _require_message(await source.read())
         except TimeoutError:
-            raise _too_late(seconds) from None
+            raise _timeout_error(seconds) from None
         return raw, ReceivedBytes(self.bytes_held, group, len(raw))
 
-    async def piecewise(self, source: PieceSource, group: str) -> tuple[bytes, ReceivedBytes]:
+    async def http_body(self, source: PieceSource, group: str) -> tuple[bytes, ReceivedBytes]:
         """Return an HTTP body of a known caller.
 
         A short body is received even if RECEIVING_MAX other bodies are being received.
@@ -127,7 +127,7 @@ class IncomingBodies:
                     raw = await source.read()
                     return raw, ReceivedBytes(self.bytes_held, group, len(raw))
         except TimeoutError:
-            raise _too_late(seconds) from None
+            raise _timeout_error(seconds) from None
         return await self.body(source, group)
 
     async def bodies(self, source: BodySource, group: str) -> AsyncIterator[bytes]:
@@ -136,17 +136,17 @@ class IncomingBodies:
             raise QueueFull(f"{SENDING_MAX} uploads are running already; try again later")
         self._num_sending[group] += 1
 
-        def ended(_: Any) -> None:
+        def on_end(_: Any) -> None:
             self._num_sending[group] -= 1
 
-        source.add_done_callback(ended)
+        source.add_done_callback(on_end)
         while True:
             try:
                 async with asyncio.timeout(self._known.seconds):
                     await self._wait_for_room(group)
                     raw = await source.read()
             except TimeoutError:
-                raise _too_late(self._known.seconds) from None
+                raise _timeout_error(self._known.seconds) from None
             if not isinstance(raw, bytes):  # the end of the stream
                 return
             held = ReceivedBytes(self.bytes_held, group, len(raw))
@@ -176,11 +176,11 @@ class IncomingBodies:
                 bodies.append(limit)
                 raw = await source.read()
         except TimeoutError:
-            raise _too_late(seconds) from None
+            raise _timeout_error(seconds) from None
         finally:
             if limit in bodies:
                 bodies.remove(limit)
-        return _whole(raw)
+        return _require_message(raw)
 
     def _enter_call(self, source: BodySource, peer: str) -> None:
         """Count the call until its transport ends: the client may leave the answer unread for long."""
@@ -189,27 +189,27 @@ class IncomingBodies:
             raise QueueFull("too many calls without a token; try again later")
         calls[peer] += 1
 
-        def ended(_: Any) -> None:
+        def on_end(_: Any) -> None:
             calls[peer] -= 1
 
-        source.add_done_callback(ended)
+        source.add_done_callback(on_end)
 
     def _enter_watch(self, source: BodySource) -> None:
         if self._num_watches >= self._unknown_limits.watches_max:
             raise QueueFull("too many watches without a token; check instead, or try again later")
         self._num_watches += 1
 
-        def ended(_: Any) -> None:
+        def on_end(_: Any) -> None:
             self._num_watches -= 1
 
-        source.add_done_callback(ended)
+        source.add_done_callback(on_end)
 
 
-def _too_late(seconds: float) -> DeadlineExceeded:
+def _timeout_error(seconds: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"the request did not arrive within {seconds:g} s")
 
 
-def _whole(raw: Any) -> bytes:
+def _require_message(raw: Any) -> bytes:
     if not isinstance(raw, bytes):  # the end of the stream
         raise InvalidArgument("request", "is missing")
     return raw

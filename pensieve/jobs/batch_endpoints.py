@@ -27,13 +27,13 @@ from pensieve.api.forwarded import FORWARDED
 from pensieve.api.grpc.http_forwarding import tokens_of
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.requests import ApiRequests
-from pensieve.api.http.routes import not_here
+from pensieve.api.http.routes import refuse_as_unknown
 from pensieve.api.http.uploads import Upload
 from pensieve.api.json_fields import Fields, Refusal
 from pensieve.api.openai.request import RequestKind
 from pensieve.errors import InvalidArgument, NotFound, WrongJobState
 from pensieve.guard.callers import Caller, group_of
-from pensieve.guard.limits import delivered
+from pensieve.guard.limits import write_within
 from pensieve.jobs.job_homes import JobLists
 from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, ResultKind
 from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
@@ -64,13 +64,13 @@ OUTCOMES = {
 class _JobEndpoints:
     def __init__(self, jobs: DaemonJobs | None, lists: JobLists | None) -> None:
         """`jobs`: None if this daemon takes none. `lists`: None if no other daemon shares the history."""
-        self._found, self._lists = jobs, lists
+        self._jobs_or_none, self._lists = jobs, lists
 
     @property
     def _jobs(self) -> DaemonJobs:
-        if self._found is None:
+        if self._jobs_or_none is None:
             raise NotFound("this daemon does not run batches")
-        return self._found
+        return self._jobs_or_none
 
     async def _job(self, by: Caller, job_id: str) -> JobView:
         if not ID_PATTERN.fullmatch(job_id):
@@ -125,24 +125,24 @@ class Files(_JobEndpoints):
                 found += [(view, each) for each in result_files(view)]
         found.sort(key=lambda each: each[0].number, reverse=descending)
         ids = [str(file_id) for _, file_id in found]
-        first = _place(ids, after)
+        first = _index_after(ids, after)
         shown = found[first : first + limit]
-        elsewhere = await self._sizes_elsewhere(exchange, shown)
+        remote_sizes = await self._remote_sizes(exchange, shown)
         data = [
-            await self._object(by, view, file_id, elsewhere.get((view.home, view.job_id)))
+            await self._object(by, view, file_id, remote_sizes.get((view.home, view.job_id)))
             for view, file_id in shown
-            if not _is_result_elsewhere(view, file_id) or (view.home, view.job_id) in elsewhere
+            if not _is_remote_result(view, file_id) or (view.home, view.job_id) in remote_sizes
         ]
-        return listed(data, has_more=first + limit < len(found))
+        return list_body(data, has_more=first + limit < len(found))
 
     async def sizes(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Answer another daemon, which builds a list, with the sizes of jobs' results."""
         if FORWARDED not in exchange.scope:
-            return await not_here(exchange, by)
+            return await refuse_as_unknown(exchange, by)
         await exchange.no_body()  # from now on, a disconnect of the other daemon is noticed
-        asked, sizes = set(exchange.scope["query_string"].decode("latin-1").split(",")), {}
+        requested_ids, sizes = set(exchange.scope["query_string"].decode("latin-1").split(",")), {}
         for view in await self._jobs.list(by.tenant):
-            if view.job_id in asked:
+            if view.job_id in requested_ids:
                 with contextlib.suppress(NotFound):
                     sizes[view.job_id] = await self._result_bytes(by, view)
         return {"sizes": sizes}
@@ -158,8 +158,8 @@ class Files(_JobEndpoints):
             await exchange.answer_bytes(b"", kind)
             return None
         exchange.begin_bytes(kind)
-        async for chunk in _concatenated(self._lines(by, view.job_id, file_id.content)):
-            await delivered(self._stall_seconds, exchange.write(chunk))
+        async for chunk in _concatenate(self._lines(by, view.job_id, file_id.content)):
+            await write_within(self._stall_seconds, exchange.write(chunk))
         await exchange.end_bytes()
         return None
 
@@ -181,11 +181,11 @@ class Files(_JobEndpoints):
             raise NotFound("there is no such file")
         return view, file_id
 
-    async def _sizes_elsewhere(
+    async def _remote_sizes(
         self, exchange: Exchange, shown: Iterable[tuple[JobView, FileId]]
     ) -> Mapping[tuple[str, str], ResultBytes]:
         """Return the sizes of results at other daemons, by home and job_id."""
-        views = [view for view, file_id in shown if _is_result_elsewhere(view, file_id)]
+        views = [view for view, file_id in shown if _is_remote_result(view, file_id)]
         if self._lists is None or not views:
             return {}
         return await self._lists.sizes(views, tokens_of(exchange.scope["headers"]))
@@ -216,8 +216,8 @@ class Files(_JobEndpoints):
             async for line in lines_of(self._jobs, by.tenant, job_id):
                 yield line
             return
-        which = ResultKind.ANSWERS if content is Content.OUTPUT else ResultKind.ERRORS
-        async for results in self._jobs.results(by.tenant, job_id, which, 0):
+        kind = ResultKind.ANSWERS if content is Content.OUTPUT else ResultKind.ERRORS
+        async for results in self._jobs.results(by.tenant, job_id, kind, 0):
             for result in results:
                 yield result.text.removesuffix(b"\n") + b"\n"
 
@@ -247,7 +247,7 @@ class Batches(_JobEndpoints):
         header = JobHeader(
             f"batch_{secrets.token_hex(12)}", file.name, endpoint=endpoint, details=details
         )
-        lines = _concatenated(lines_of(jobs, by.tenant, file.job_id))
+        lines = _concatenate(lines_of(jobs, by.tenant, file.job_id))
         return batch_object(await jobs.create(by.tenant, header, lines))
 
     async def list_all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -257,9 +257,9 @@ class Batches(_JobEndpoints):
         query.end()
         found = [each for each in await self._list(exchange, by) if not is_file(each)]
         found.sort(key=lambda each: -each.number)
-        first = _place([each.job_id for each in found], after)
+        first = _index_after([each.job_id for each in found], after)
         data = [batch_object(each) for each in found[first : first + limit]]
-        return listed(data, has_more=first + limit < len(found))
+        return list_body(data, has_more=first + limit < len(found))
 
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return batch_object(await self._batch(exchange, by))
@@ -291,7 +291,7 @@ async def lines_of(jobs: DaemonJobs, tenant: str, job_id: str) -> AsyncIterator[
             number = line.number
 
 
-async def _concatenated(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _concatenate(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     piece = bytearray()
     async for line in lines:
         piece += line
@@ -310,7 +310,7 @@ def _check_form(fields: Mapping[str, str]) -> None:
             raise Refusal(name[:80], "is not supported", "unsupported_parameter")
 
 
-def _place(ids: list[str], after: str | None) -> int:
+def _index_after(ids: list[str], after: str | None) -> int:
     if after is None:
         return 0
     if after not in ids:
@@ -371,7 +371,7 @@ def _is_result(file_id: FileId) -> bool:
     return file_id.content in (Content.OUTPUT, Content.ERRORS)
 
 
-def _is_result_elsewhere(view: JobView, file_id: FileId) -> bool:
+def _is_remote_result(view: JobView, file_id: FileId) -> bool:
     return bool(view.home) and _is_result(file_id)
 
 
@@ -450,7 +450,7 @@ def _errors(view: JobView) -> dict[str, Any]:
     return {"object": "list", "data": [error]}
 
 
-def listed(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+def list_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
     return {
         "object": "list",
         "data": data,

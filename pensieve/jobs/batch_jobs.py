@@ -146,7 +146,7 @@ class BatchJobs:
         jobs = await self._store.call(tenant, self._store.jobs.list_jobs, tenant)
         if self._closing:
             raise Unavailable("the daemon is shutting down")
-        receiving = self._incoming_of(key, header, jobs)
+        receiving = self._new_incoming_file(key, header, jobs)
         options: dict[str, Any] = {"endpoint": header.endpoint, "check_only": header.check_only}
         if header.details:
             options["details"] = dict(header.details)
@@ -173,7 +173,7 @@ class BatchJobs:
         self._wake_all()
         return self._view(job)
 
-    def _incoming_of(
+    def _new_incoming_file(
         self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]
     ) -> IncomingFile:
         """Check that the tenant may have another job. Uploads in progress count as jobs."""
@@ -217,17 +217,17 @@ class BatchJobs:
 
     async def delete(self, tenant: str, job_id: str) -> None:
         key = JobKey(tenant, job_id)
-        await self._held_while(key, lambda: self._call_store(self._store.jobs.delete, key))
+        await self._hold_and_run(key, lambda: self._call_store(self._store.jobs.delete, key))
         if self.homes is not None:
             await self.homes.remove(key)
         self._problems.pop(key, None)
         self._delayed_until.pop(key, None)
 
     async def results(
-        self, tenant: str, job_id: str, which: ResultKind, after: int
+        self, tenant: str, job_id: str, kind: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         key = JobKey(tenant, job_id)
-        while page := await self._call_store(self._store.jobs.results, key, after, which=which):
+        while page := await self._call_store(self._store.jobs.results, key, after, kind=kind):
             yield page
             after = page[-1].line
 
@@ -306,10 +306,10 @@ class BatchJobs:
             return
         activity = self._activities[key] = Activity(key, self._loop.time())
         self._num_activities += 1
-        is_checked = job.state is JobState.CHECKING
-        self._last_served[is_checked, key.tenant] = self._num_activities
+        is_check = job.state is JobState.CHECKING
+        self._last_served[is_check, key.tenant] = self._num_activities
         try:
-            if is_checked:
+            if is_check:
                 await self._worker.check(job, activity)
             else:
                 await self._worker.run(job, activity)
@@ -375,7 +375,7 @@ class BatchJobs:
             return await self._store.call(key.tenant, function, key, *arguments, **named)
         except NotFound:
             if self.homes is not None:
-                await self.homes.refuse(key)
+                await self.homes.raise_if_elsewhere(key)
             raise
 
     async def _change(
@@ -390,11 +390,11 @@ class BatchJobs:
         if job.state is not state:
             if job.state not in before:
                 raise WrongJobState(f"job {key.job_id!r} is {job.state} and cannot become {state}")
-            job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
+            job = await self._hold_and_run(key, lambda: self._store.set_state(key, state, outcome))
             self._delayed_until.pop(key, None)
         return self._view(job)
 
-    async def _held_while(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
+    async def _hold_and_run(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
         """End the job's activity, and run the operation while no activity of the job may begin."""
         if key in self._incoming:
             raise WrongJobState(f"the file of job {key.job_id!r} is still being uploaded")
@@ -491,14 +491,14 @@ class IncomingFile:
             yield page
 
     def _split(self, chunk: bytes) -> list[JobLine]:
-        *whole, rest = chunk.split(b"\n")
+        *complete, beginning = chunk.split(b"\n")
         found = []
-        for each in whole:
+        for each in complete:
             self._add(each)
             if (line := self._end_line()) is not None:
                 found.append(line)
-        if rest:
-            self._add(rest)
+        if beginning:
+            self._add(beginning)
         return found
 
     def check(self) -> None:

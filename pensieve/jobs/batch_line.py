@@ -73,16 +73,16 @@ def error_of_request(batch_line: BatchLine, error: PensieveError) -> LineError:
     """Describe why a valid request cannot be answered: template, tokenizer, context or engine."""
     line, custom_id, request = batch_line.line, batch_line.custom_id, batch_line.request
     if isinstance(error, InvalidArgument):
-        named = Refusal(request.param(error.field), error.problem)
-        return _from_invalid_argument(line, custom_id, named, "body")
+        refusal = Refusal(request.param(error.field), error.problem)
+        return _from_invalid_argument(line, custom_id, refusal, "body")
     if isinstance(error, ContextFull):
-        most = f"the limit is {error.tokens_max:,}"
-        named = Refusal(
+        limit = f"the limit is {error.tokens_max:,}"
+        refusal = Refusal(
             request.param("messages"),
-            f"needs a context of {error.tokens:,} tokens, but {most}",
+            f"needs a context of {error.tokens:,} tokens, but {limit}",
             "context_length_exceeded",
         )
-        return _from_invalid_argument(line, custom_id, named, "body")
+        return _from_invalid_argument(line, custom_id, refusal, "body")
     return LineError(line, custom_id, error.reason.lower(), shortened(str(error)))
 
 

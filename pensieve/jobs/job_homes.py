@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from pensieve.api.grpc.http_forwarding import fetched
+from pensieve.api.grpc.http_forwarding import fetch_path
 from pensieve.api.grpc.peers import Peers
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, Unavailable, whole_line
@@ -71,7 +71,7 @@ class JobHomes:
         keep = self._store.job_owners.keep
         await self._threads.in_store("", keep, keys, since, forget_before)
 
-    async def refuse(self, key: JobKey) -> None:
+    async def raise_if_elsewhere(self, key: JobKey) -> None:
         """Raise OwnedElsewhere if another daemon has the job, or Unavailable if that daemon is down."""
         owner = await self._find(key)
         if owner is None or owner.is_ours:
@@ -80,7 +80,7 @@ class JobHomes:
             raise Unavailable(
                 f"job {key.job_id!r} is in the data folder of {owner.replica}, which is down"
             )
-        raise _elsewhere(key.job_id, owner)
+        raise _owned_elsewhere(key.job_id, owner)
 
     async def others(self) -> dict[str, str]:
         """Return the names of the other daemons that share the history now, by address."""
@@ -104,7 +104,7 @@ class JobHomes:
         owner = await self._find(JobKey(tenant, job_id))
         if owner is None:
             raise NotFound("there is no such job")
-        return None if owner.is_ours or not owner.address else _elsewhere(job_id, owner)
+        return None if owner.is_ours or not owner.address else _owned_elsewhere(job_id, owner)
 
     take = claim
 
@@ -112,7 +112,7 @@ class JobHomes:
         return await self._threads.in_store(key.tenant, self._store.job_owners.find, *key)
 
 
-def _elsewhere(job_id: str, owner: JobOwner) -> OwnedElsewhere:
+def _owned_elsewhere(job_id: str, owner: JobOwner) -> OwnedElsewhere:
     return OwnedElsewhere(job_id, owner.replica, owner.address, "job")
 
 
@@ -129,15 +129,15 @@ class JobLists:
         different daemons can be put in order.
         """
         query = ALL_TENANTS if tenant is None else ""
-        asked = [self._of(address, query, metadata) for address in await self._homes.others()]
+        calls = [self._jobs_of(address, query, metadata) for address in await self._homes.others()]
         found = [*await self._jobs.list(tenant)]
-        for views in await asyncio.gather(*asked):
+        for views in await asyncio.gather(*calls):
             found += views
         return [replace(each, number=round(1e6 * each.created_at)) for each in found]
 
-    async def _of(self, address: str, query: str, metadata: CallMetadata) -> list[JobView]:
+    async def _jobs_of(self, address: str, query: str, metadata: CallMetadata) -> list[JobView]:
         try:
-            answer = json.loads(await self._fetched(address, LIST_PATH, query, metadata))
+            answer = json.loads(await self._fetch(address, LIST_PATH, query, metadata))
             return [_view(each, address) for each in answer["jobs"]]
         except (PensieveError, ValueError, TypeError, KeyError) as error:
             log.warning("cannot list the jobs of %s: %s", address, whole_line(error))
@@ -153,9 +153,9 @@ class JobLists:
         ids: dict[str, set[str]] = {}
         for view in views:
             ids.setdefault(view.home, set()).add(view.job_id)
-        asked = [self._sizes_of(home, sorted(each), metadata) for home, each in ids.items()]
+        calls = [self._sizes_of(home, sorted(each), metadata) for home, each in ids.items()]
         found: dict[tuple[str, str], ResultBytes] = {}
-        for sizes in await asyncio.gather(*asked):
+        for sizes in await asyncio.gather(*calls):
             found |= sizes
         return found
 
@@ -167,33 +167,33 @@ class JobLists:
             async with asyncio.timeout(LIST_SECONDS):
                 for first in range(0, len(ids), SIZES_AT_ONCE):
                     query = ",".join(ids[first : first + SIZES_AT_ONCE])
-                    answer = json.loads(await self._fetched(home, SIZES_PATH, query, metadata))
+                    answer = json.loads(await self._fetch(home, SIZES_PATH, query, metadata))
                     for job_id, sizes in answer["sizes"].items():
                         found[home, job_id] = ResultBytes(*sizes)
         except (PensieveError, TimeoutError, ValueError, TypeError, KeyError) as error:
             name = (await self._homes.others()).get(home, "a daemon")
-            why = whole_line(error) or f"no answer within {LIST_SECONDS:g} s"
+            problem = whole_line(error) or f"no answer within {LIST_SECONDS:g} s"
             raise Unavailable(
-                f"{name} at {home} does not report the sizes of its files: {why}"
+                f"{name} at {home} does not report the sizes of its files: {problem}"
             ) from error
         return found
 
-    async def _fetched(self, address: str, path: str, query: str, metadata: CallMetadata) -> bytes:
+    async def _fetch(self, address: str, path: str, query: str, metadata: CallMetadata) -> bytes:
         forwarded = self._peers.metadata(metadata)
         async with self._peers.channel(address) as channel:
-            return await fetched(channel, forwarded, path, query, LIST_SECONDS)
+            return await fetch_path(channel, forwarded, path, query, LIST_SECONDS)
 
 
-def listed_here(views: Iterable[JobView]) -> Mapping[str, Any]:
+def job_list_body(views: Iterable[JobView]) -> Mapping[str, Any]:
     """Return the answer to LIST_PATH."""
     return {"jobs": [asdict(each) for each in views]}
 
 
 def _view(fields: dict[str, Any], home: str) -> JobView:
     outcome = fields["outcome"]
-    known: dict[str, Any] = {
+    converted: dict[str, Any] = {
         "state": JobState(fields["state"]),
         "outcome": None if outcome is None else JobOutcome(outcome),
         "home": home,
     }
-    return JobView(**{**fields, **known})
+    return JobView(**{**fields, **converted})

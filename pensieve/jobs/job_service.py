@@ -20,7 +20,7 @@ from pensieve.errors import (
     PermissionDenied,
 )
 from pensieve.guard.callers import caller
-from pensieve.guard.limits import Watchers, delivered
+from pensieve.guard.limits import Watchers, write_within
 from pensieve.jobs.job_homes import JobLists
 from pensieve.jobs.job_records import JobOutcome, JobState, Result, ResultKind
 from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
@@ -108,11 +108,11 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             found = await self._jobs.list(tenant)
         else:
             found = await self._lists.all(tenant, context.invocation_metadata() or ())
-        left = [each for each in found if not before or each.number < before]
-        left.sort(key=lambda each: -each.number)
-        page = pb.ListJobsResponse(jobs=map(_job, left[:size]))
-        if len(left) > size:
-            page.next_page_token = str(left[size - 1].number)
+        remaining = [each for each in found if not before or each.number < before]
+        remaining.sort(key=lambda each: -each.number)
+        page = pb.ListJobsResponse(jobs=map(_job, remaining[:size]))
+        if len(remaining) > size:
+            page.next_page_token = str(remaining[size - 1].number)
         return page
 
     async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
@@ -131,15 +131,15 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     async def GetResults(  # type: ignore[override]  # it writes to the context instead of yielding
         self, request: pb.GetResultsRequest, context: Any
     ) -> None:
-        which = KINDS.get(request.kind)
-        if which is None:
+        kind = KINDS.get(request.kind)
+        if kind is None:
             raise InvalidArgument("kind", "is unknown to this server")
         if request.after_line < 0:
             raise InvalidArgument("after_line", "must not be negative")
         last_line = request.after_line
-        async for page in self._jobs.results(*_key(request), which, last_line):
+        async for page in self._jobs.results(*_key(request), kind, last_line):
             for piece in _pieces(page, last_line):
-                await delivered(self._stall_seconds, context.write(piece))
+                await write_within(self._stall_seconds, context.write(piece))
                 last_line = piece.last_line
 
     async def WatchJob(  # type: ignore[override]  # it writes to the context instead of yielding
@@ -149,7 +149,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         with self._watchers.enter(caller().tenant):
             async for view in views:
                 response = pb.WatchJobResponse(job=_job(view))
-                await delivered(self._stall_seconds, context.write(response))
+                await write_within(self._stall_seconds, context.write(response))
 
 
 class ForwardingJobService(ForwardingMethods, JobService):

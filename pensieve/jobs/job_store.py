@@ -164,7 +164,7 @@ class JobStore:
     # -- jobs --
 
     def create(self, new: NewJob) -> StoredJob:
-        """Create a job without lines, in state `receiving`. Raises AlreadyExists if the tenant has the id."""
+        """Create a job without lines, in state `receiving`. Raises AlreadyExists if the id is in use."""
         check_id("job_id", new.key.job_id)
         path = self._path(new.key)
         with contextlib.suppress(NotFound):
@@ -177,7 +177,7 @@ class JobStore:
             raise StoreUnavailable(f"cannot create {path}: {error.strerror}") from error
         file = JobFile(self._writer(path))
         try:
-            with self._opened(path, file).writing() as conn:
+            with self._open_writer(path, file).writing() as conn:
                 conn.execute(
                     "INSERT INTO job (number, tenant, job_id, name, sha256, options, state, created_at)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -302,9 +302,11 @@ class JobStore:
         """
         with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, job):
             if job.state is JobState.RECEIVING:
-                known = canonical_json(dict(job.options if options is None else options)).decode()
+                new_options = canonical_json(
+                    dict(job.options if options is None else options)
+                ).decode()
                 conn.execute(
-                    "UPDATE job SET sha256 = ?, options = ?", (sha256 or job.sha256, known)
+                    "UPDATE job SET sha256 = ?, options = ?", (sha256 or job.sha256, new_options)
                 )
                 _set_state(conn, JobState.CHECKING, None, "", self._now())
         return self.get(key)
@@ -345,7 +347,7 @@ class JobStore:
         return self._insert(key, refusals)
 
     def results(
-        self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
+        self, key: JobKey, after: int = 0, limit: int = 1000, kind: ResultKind = ResultKind.ALL
     ) -> list[Result]:
         """Return results of lines with numbers above `after`, in the order of lines, up to about 1 MiB.
 
@@ -355,7 +357,7 @@ class JobStore:
             key,
             "SELECT line, crc, text, is_answer FROM results WHERE line > ? AND is_answer IN (?, ?)"
             " ORDER BY line LIMIT ?",
-            (after, which is not ResultKind.ERRORS, which is ResultKind.ANSWERS, limit),
+            (after, kind is not ResultKind.ERRORS, kind is ResultKind.ANSWERS, limit),
         )
         return [Result(line, text, bool(is_answer)) for line, _, text, is_answer in page]
 
@@ -427,7 +429,7 @@ class JobStore:
         if states and job.state not in states:
             raise WrongJobState(f"job {key.job_id!r} is {job.state}")
         file.is_current = False
-        with self._opened(path, file).writing() as conn:
+        with self._open_writer(path, file).writing() as conn:
             yield conn, job
             changed = _find_job(conn)
         file.job, file.is_current = changed, True
@@ -435,13 +437,13 @@ class JobStore:
     @contextlib.contextmanager
     def _reading(self, key: JobKey) -> Iterator[Connection]:
         path, file = self._require(key)
-        with self._opened(path, file).reading() as conn:
+        with self._open_writer(path, file).reading() as conn:
             yield conn
 
     def _read(self, path: Path, file: JobFile) -> StoredJob:
         """Return the job. Read the disk if the state in memory may be wrong."""
         if not file.is_current:
-            with self._opened(path, file).reading() as conn:
+            with self._open_writer(path, file).reading() as conn:
                 file.job = _find_job(conn) or file.job
             file.is_current = True
         assert file.job is not None
@@ -465,10 +467,10 @@ class JobStore:
         """Load the jobs that are not known yet, and remove leftover files."""
         self.unreadable.clear()
         for path in sorted(self.path.iterdir()):
-            if (ours := OUR_FILE.fullmatch(path.name)) is None or path in self._files:
+            if (match := OUR_FILE.fullmatch(path.name)) is None or path in self._files:
                 continue
-            if ours["beside"]:
-                if not path.with_name(ours["database"]).exists():
+            if match["beside"]:
+                if not path.with_name(match["database"]).exists():
                     path.unlink(missing_ok=True)  # left by an interrupted deletion
                 continue
             try:
@@ -483,7 +485,7 @@ class JobStore:
     def _load(self, path: Path) -> JobFile | None:
         """Load a job of an earlier process. If it was still `receiving`, remove its file and return None."""
         file = JobFile(self._writer(path))
-        with self._opened(path, file).reading() as conn:
+        with self._open_writer(path, file).reading() as conn:
             file.job = _find_job(conn)
         if file.job is None or file.job.state is JobState.RECEIVING:
             self._remove(path)
@@ -504,7 +506,7 @@ class JobStore:
             noun="the job",
         )
 
-    def _opened(self, path: Path, file: JobFile) -> WriterConnection:
+    def _open_writer(self, path: Path, file: JobFile) -> WriterConnection:
         """Return an open writer. If OPEN_MAX are open, the least recently used writer is closed first."""
         self._open.pop(path, None)
         while len(self._open) >= OPEN_MAX:

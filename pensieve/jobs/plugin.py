@@ -14,7 +14,7 @@ from pensieve.api.grpc.http_forwarding import HttpForwarder
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.route import Route, Schema
-from pensieve.api.http.routes import DELETION, not_here
+from pensieve.api.http.routes import DELETION, refuse_as_unknown
 from pensieve.api.metrics.families import GAUGE, MetricFamily, Samples
 from pensieve.guard.callers import Caller
 from pensieve.jobs.batch_endpoints import Batches, Files
@@ -24,7 +24,7 @@ from pensieve.jobs.job_homes import (
     SIZES_PATH,
     JobHomes,
     JobLists,
-    listed_here,
+    job_list_body,
 )
 from pensieve.jobs.job_records import JobState
 from pensieve.jobs.job_service import ForwardingJobService, JobService
@@ -96,19 +96,19 @@ class JobsPlugin:
         ]
         if self._lists is not None:
             routes += [
-                Route("GET", LIST_PATH, self._listed_here),
+                Route("GET", LIST_PATH, self._list_here),
                 Route("GET", SIZES_PATH, files.sizes),
             ]
         return [
             each._replace(settings={**each.settings, "forward": self._forward}) for each in routes
         ]
 
-    async def _listed_here(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def _list_here(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Answer another daemon that builds a list."""
         if self._jobs is None or FORWARDED not in exchange.scope:
-            return await not_here(exchange, by)
-        is_of_all = by.admin and ALL_TENANTS.encode() == exchange.scope["query_string"]
-        return listed_here(await self._jobs.list(None if is_of_all else by.tenant))
+            return await refuse_as_unknown(exchange, by)
+        all_tenants = by.admin and ALL_TENANTS.encode() == exchange.scope["query_string"]
+        return job_list_body(await self._jobs.list(None if all_tenants else by.tenant))
 
     async def samples(self) -> Samples:
         return {} if self._jobs is None else samples_of(await self._jobs.list(None))

@@ -76,9 +76,9 @@ class LineReader(NamedTuple):
         except PensieveError as error:
             return error_of_request(found, error)
         samplings = tuple(self._sampling(found, n) for n in range(request.num_choices))
-        bare = replace(request, turn=replace(request.turn, messages=()), prompt=None)
+        without_prompt = replace(request, turn=replace(request.turn, messages=()), prompt=None)
         return PreparedLine(
-            BatchLine(found.line, found.custom_id, bare), array("I", tokens), samplings
+            BatchLine(found.line, found.custom_id, without_prompt), array("I", tokens), samplings
         )
 
     def _sampling(self, line: BatchLine, choice: int) -> Sampling:
@@ -86,8 +86,8 @@ class LineReader(NamedTuple):
         has_seed = "seed" in (line.request.turn.given_sampling or ())
         if choice == 0 and has_seed:
             return sampling
-        named = sampling.seed if has_seed else self.job.sha256
-        words = f"{named}/{line.line}/{choice}".encode()
+        seed_source = sampling.seed if has_seed else self.job.sha256
+        words = f"{seed_source}/{line.line}/{choice}".encode()
         return replace(
             sampling, seed=int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
         )
@@ -104,7 +104,7 @@ class ResultWriter(NamedTuple):
     def result(self, prepared: PreparedLine, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
         failure = next((each.failure for each in choices if each.failure), None)
         if failure is not None:
-            return refusal(failed(prepared.line, failure))
+            return refusal(engine_error(prepared.line, failure))
         line, request = prepared.line, prepared.line.request
         num_cached = [each.usage.device_tokens + each.usage.host_tokens for each in choices]
         replies = [self._reply(prepared, each) for each in choices]
@@ -143,7 +143,7 @@ def refusal(error: LineError) -> NewRefusal:
     return NewRefusal(error.line, one_line(error_line_json(f"{error.line}", error)).rstrip())
 
 
-def failed(line: BatchLine, reason: str) -> LineError:
+def engine_error(line: BatchLine, reason: str) -> LineError:
     """Describe a request that the engine could not answer."""
     return LineError(line.line, line.custom_id, reason.lower(), f"the request failed ({reason})")
 

@@ -83,7 +83,7 @@ class DaemonJobs(Protocol):
     async def delete(self, tenant: str, job_id: str) -> None: ...
 
     def results(
-        self, tenant: str, job_id: str, which: ResultKind, after: int
+        self, tenant: str, job_id: str, kind: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         """Yield the existing results of lines after `after`, in order, in pages of about 1 MiB."""
         ...

@@ -45,7 +45,7 @@ from pensieve.jobs.job_records import (
 )
 from pensieve.jobs.job_run import JobRun, ReadyLine
 from pensieve.jobs.job_store import JobStore
-from pensieve.jobs.prepared import LineReader, PreparedLine, ResultWriter, failed, refusal
+from pensieve.jobs.prepared import LineReader, PreparedLine, ResultWriter, engine_error, refusal
 from pensieve.text import CallStyle
 
 WINDOW_TOKENS = 16 << 20  # prompt tokens in memory at a time
@@ -100,26 +100,26 @@ class Activity:
     num_done: int = 0  # lines with a result since the activity began
     num_tokens: int = 0  # tokens of these lines
     # (time, `num_tokens` at that time)
-    _before: deque[tuple[float, int]] = field(default_factory=deque)
+    _history: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stop(self) -> None:
         self.stopping = True
         if self.run is not None:
             self.run.stop()
 
-    def done(self, num_lines: int, num_tokens: int, now: float) -> None:
+    def record_done(self, num_lines: int, num_tokens: int, now: float) -> None:
         self.num_done += num_lines
         self.num_tokens += num_tokens
-        self._before.append((now, self.num_tokens))
-        while self._before[0][0] < now - RATE_SECONDS:
-            self._before.popleft()
+        self._history.append((now, self.num_tokens))
+        while self._history[0][0] < now - RATE_SECONDS:
+            self._history.popleft()
 
     def tokens_per_second(self, now: float) -> float:
         since = max(self.began_at, now - RATE_SECONDS)
-        counted = [tokens for at, tokens in self._before if at >= since]
+        counted = [tokens for at, tokens in self._history if at >= since]
         if not counted or now <= since:
             return 0.0
-        before = 0 if self._before[0][0] - self.began_at < RATE_SECONDS else counted[0]
+        before = 0 if self._history[0][0] - self.began_at < RATE_SECONDS else counted[0]
         return (counted[-1] - before) / (now - since)
 
     def seconds_left(self, num_pending: int, now: float) -> float | None:
@@ -156,13 +156,13 @@ class Worker:
                 return
             lines = [each.line if isinstance(each, PreparedLine) else each for each in found]
             names = [(each.line, each.custom_id) for each in lines if each.custom_id is not None]
-            again = await self._store.call(key.tenant, self._store.jobs.name_lines, key, names)
-            wrong = {each.line: each for each in found if isinstance(each, LineError)}
-            for line, custom_id, first in again:
+            duplicates = await self._store.call(key.tenant, self._store.jobs.name_lines, key, names)
+            errors = {each.line: each for each in found if isinstance(each, LineError)}
+            for line, custom_id, first in duplicates:
                 text = f"custom_id: is already used in line {first}"
                 error = LineError(line, custom_id, "duplicate_custom_id", text, "custom_id")
-                wrong.setdefault(line, error)
-            await self._refuse(job, [wrong[line] for line in sorted(wrong)])
+                errors.setdefault(line, error)
+            await self._refuse(job, [errors[line] for line in sorted(errors)])
         if job.options.get("check_only"):
             await self._store.set_state(key, JobState.ENDED, JobOutcome.CHECKED)
         else:
@@ -171,30 +171,32 @@ class Worker:
     async def run(self, job: StoredJob, activity: Activity) -> None:
         """Run the job, one window of lines at a time, until no line is left or its tenant is in debt."""
         await self._store.set_state(job.key, JobState.RUNNING)
-        while left := await self._window(job, activity):
-            await self._run_window(left, job, activity)
-            if activity.stopping or left:
+        while unfinished := await self._window(job, activity):
+            await self._run_window(unfinished, job, activity)
+            if activity.stopping or unfinished:
                 return
         if not activity.stopping:
             await self._store.set_state(job.key, JobState.ENDED, JobOutcome.COMPLETED)
 
     async def _run_window(
-        self, left: dict[int, PreparedLine], job: StoredJob, activity: Activity
+        self, unfinished: dict[int, PreparedLine], job: StoredJob, activity: Activity
     ) -> None:
         deaths: dict[int, int] = {}  # by line: deaths of the engine while only this line was in it
         suspects: list[int] = []  # lines that may have killed the engine
-        while left and not activity.stopping:
+        while unfinished and not activity.stopping:
             await self._wait_for_engine(activity)
-            suspects = [each for each in suspects if each in left]
-            some = [left[suspects[0]]] if suspects else list(left.values())
-            run = await self._new_run(job.key, some)
-            if not await self._follow(run, job, activity, left):
+            suspects = [each for each in suspects if each in unfinished]
+            lines = [unfinished[suspects[0]]] if suspects else list(unfinished.values())
+            run = await self._new_run(job.key, lines)
+            if not await self._follow(run, job, activity, unfinished):
                 return
             if run.was_lost:
                 suspects = self._suspects(run, suspects, deaths)
                 for line in [each for each in suspects if deaths.get(each) == DEATHS_MAX]:
-                    if line in left:
-                        await self._refuse(job, [failed(left.pop(line).line, "ENGINE_DIED")])
+                    if line in unfinished:
+                        await self._refuse(
+                            job, [engine_error(unfinished.pop(line).line, "ENGINE_DIED")]
+                        )
 
     @staticmethod
     def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
@@ -220,7 +222,7 @@ class Worker:
         )
 
     async def _follow(
-        self, run: JobRun, job: StoredJob, activity: Activity, left: dict[int, PreparedLine]
+        self, run: JobRun, job: StoredJob, activity: Activity, unfinished: dict[int, PreparedLine]
     ) -> bool:
         """Follow a run until it is over, writing its answers, many lines per transaction.
 
@@ -243,7 +245,7 @@ class Worker:
                 if ready := run.take_ready():
                     await self._write(ready, run, job, activity)
                     for each in ready:
-                        left.pop(each.prepared.line.line, None)
+                        unfinished.pop(each.prepared.line.line, None)
                 elif run.is_over:
                     return True
                 elif run.is_idle and run.is_held:
@@ -278,7 +280,7 @@ class Worker:
             else:
                 activity.problem = ""
                 self._daemon.admission.charge(tenant, num_tokens, self._loop.time())
-                activity.done(len(ready), num_tokens, self._loop.time())
+                activity.record_done(len(ready), num_tokens, self._loop.time())
                 return
 
     async def _store_results(
@@ -322,9 +324,9 @@ class Worker:
         for first in range(0, len(lines), LINES_PER_TASK):
             if activity.stopping:
                 break
-            some = lines[first : first + LINES_PER_TASK]
+            batch = lines[first : first + LINES_PER_TASK]
             found += await self._daemon.threads.in_text_pool(
-                reader.job.key.tenant, partial(reader.read_all, some)
+                reader.job.key.tenant, partial(reader.read_all, batch)
             )
         return found
 

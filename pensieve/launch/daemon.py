@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pensieve.api.grpc.admin_socket import socket_path
 from pensieve.api.grpc.server import Server
-from pensieve.api.grpc.server_info import in_words, server_info
+from pensieve.api.grpc.server_info import log_line, server_info
 from pensieve.api.http.listener import serve_http
 from pensieve.config import Resolved, Settings, shown_store
 from pensieve.conversations.daemon import Daemon
@@ -238,7 +238,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _check_objectives(setup, daemon)
             fetch_kv(server, setup.sharing)
             drain_seconds = setup.drain_seconds
-            hooks.report(in_words(server_info(daemon)))
+            hooks.report(log_line(server_info(daemon)))
             if server.metrics_url:
                 hooks.report(f"metrics at {server.metrics_url}")
             hooks.ready(address)

@@ -103,7 +103,7 @@ def test_a_response_running_at_another_daemon_is_not_reported_as_failed(both: Bo
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let owners execute calls but lose their answers. Return the list of these calls."""
-    sent, lost = forwarding.Forwarder._sent, list[Any]()
+    sent, lost = forwarding.Forwarder._send, list[Any]()
 
     class Deaf:
         def __init__(self, call: Any) -> None:
@@ -117,7 +117,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         await sent(self, owner, tenant, Deaf(call))
         raise forwarding.Unreachable
 
-    monkeypatch.setattr(forwarding.Forwarder, "_sent", lose)
+    monkeypatch.setattr(forwarding.Forwarder, "_send", lose)
     return lost
 
 
@@ -240,13 +240,13 @@ def test_daemons_that_name_each_other_as_owner_cause_an_error(
         assert forwarder is not None
         forwarder.patience_seconds = 0.0
     sent: list[str] = []
-    carry = forwarding.Forwarder._sent
+    carry = forwarding.Forwarder._send
 
     async def counted(self: Any, owner: OwnedElsewhere, *given: Any) -> None:
         sent.append(owner.replica)
         await carry(self, owner, *given)
 
-    monkeypatch.setattr(forwarding.Forwarder, "_sent", counted)
+    monkeypatch.setattr(forwarding.Forwarder, "_send", counted)
     with pytest.raises(grpc.RpcError) as failed:
         both.rigs[TWO].ask("c", "again")
     assert details(failed.value)["ErrorInfo"].reason == "OWNED_ELSEWHERE"

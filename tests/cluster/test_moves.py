@@ -43,14 +43,14 @@ async def receive_kv(rig: DaemonRig, always: bool) -> KvReceiver:
 
 def lose_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let two thirds of the forwarded calls fail, so that the called daemon takes the conversation."""
-    sent, choose = forwarding.Forwarder._sent, random.Random(SEED)
+    sent, choose = forwarding.Forwarder._send, random.Random(SEED)
 
     async def may_send(self: Any, *given: Any) -> None:
         if choose.randrange(3):
             raise forwarding.Unreachable
         await sent(self, *given)
 
-    monkeypatch.setattr(forwarding.Forwarder, "_sent", may_send)
+    monkeypatch.setattr(forwarding.Forwarder, "_send", may_send)
 
 
 @needs_sqlite

@@ -169,9 +169,9 @@ def test_the_token_command_has_a_flag_for_each_limit(
 
 def test_one_request_can_be_saved_up_even_at_a_very_low_rate() -> None:
     allowance = Allowance(Limits(requests_per_second=0.01), 0.0)
-    assert allowance.request(0.0) is None
-    refused = allowance.request(50.0)
+    assert allowance.count_request(0.0) is None
+    refused = allowance.count_request(50.0)
     assert refused is not None
     assert refused.limit == "requests_per_second"
     assert refused.retry_after_seconds == 50.0
-    assert allowance.request(100.0) is None
+    assert allowance.count_request(100.0) is None

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from pensieve.api.grpc import forwarding
-from pensieve.api.grpc.http_forwarding import fetched
+from pensieve.api.grpc.http_forwarding import fetch_path
 from pensieve.guard.callers import Token
 from pensieve.guard.exposure import Listening
 from pensieve.jobs import batch_jobs, job_homes
@@ -180,9 +180,9 @@ def test_a_list_asks_each_daemon_once_for_the_sizes_of_its_files(
 
     async def seen(channel: Any, metadata: Any, path: str, query: str, seconds: float) -> bytes:
         asked.append(path)
-        return await fetched(channel, metadata, path, query, seconds)
+        return await fetch_path(channel, metadata, path, query, seconds)
 
-    monkeypatch.setattr(job_homes, "fetched", seen)
+    monkeypatch.setattr(job_homes, "fetch_path", seen)
     for order in ("asc", "desc"):
         path = f"/v1/files?purpose=batch_output&order={order}"
         assert len(both.ids(TWO, path)) == 2 * len(ids)
@@ -208,10 +208,10 @@ def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
         channel: Any, metadata: Any, path: str, query: str, seconds: float
     ) -> bytes:
         seconds = 0.2 if path == job_homes.SIZES_PATH else seconds
-        return await fetched(channel, metadata, path, query, seconds)
+        return await fetch_path(channel, metadata, path, query, seconds)
 
     monkeypatch.setattr(store, "result_bytes", stuck)
-    monkeypatch.setattr(job_homes, "fetched", impatient)
+    monkeypatch.setattr(job_homes, "fetch_path", impatient)
     try:
         answer = both.ask(TWO, "GET", "/v1/files")
     finally:

@@ -32,7 +32,7 @@ from pensieve.api.openai.formats import (
     FormatFields,
     ToolRules,
     refuse_form,
-    required,
+    require_call,
     take_output_format,
 )
 from pensieve.api.openai.messages import reply_begins
@@ -44,7 +44,10 @@ from pensieve.text.message import Message, ToolCall
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED_THREAD = "thread_unsupported_request"
 SWITCHES = ("enable_thinking", "thinking")  # names of the switch for thinking in chat templates
-PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
+PARAMS = {  # our names of parameters -> names in this API, for errors
+    "stop": "stop_sequences",
+    "template_options": "thinking",
+}
 
 
 def parse(
@@ -103,7 +106,7 @@ def _prompt(fields: Fields, served: Served) -> MessagePrompt:
     rules = _tools(fields)
     options = {**_thinking(fields, served.template_options), **effort}
     settings = ConversationSettings("", tools=rules.tools, template_options=options)
-    form = rules.held(form, served.call_style)
+    form = rules.constrain(form, served.call_style)
     if begins:
         refuse_form(form)
     return MessagePrompt(model, messages, settings, form, begins)
@@ -200,7 +203,7 @@ def _tools(fields: Fields) -> ToolRules:
     choice.end()
     if kind == "none":
         return ToolRules()
-    return rules if kind == "auto" else required(rules, where, names)
+    return rules if kind == "auto" else require_call(rules, where, names)
 
 
 def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, Any]:
@@ -233,6 +236,8 @@ ERROR = "Error: "  # prefix of failed tool results
 
 @dataclass(slots=True)
 class RoleRun:
+    """Adjacent messages with the same role."""
+
     role: str
     texts: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
@@ -262,20 +267,22 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
     place = where
     for number, each in enumerate(given):
         place = f"{where}[{number}]"
-        one = Fields(each, place)
-        role = one.needed_text("role")
+        message_fields = Fields(each, place)
+        role = message_fields.needed_text("role")
         if role not in ROLES:
-            raise Refusal(one.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
+            raise Refusal(
+                message_fields.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}"
+            )
         if run is None and role == "assistant":
-            raise Refusal(one.where("role"), "must be user in the first message")
+            raise Refusal(message_fields.where("role"), "must be user in the first message")
         if run is not None and role != run.role:
             found += run.messages(f"{where}[{number - 1}]")
             if run.role == "assistant":
                 calls = {call.id: call.name for call in run.calls if call.id is not None}
         if run is None or role != run.role:
             run = RoleRun(role)
-        _take_content(one, run, calls)
-        one.end()
+        _take_content(message_fields, run, calls)
+        message_fields.end()
     if run is None:
         raise Refusal(where, "at least one message is required")
     last = run.messages(place)

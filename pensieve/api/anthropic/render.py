@@ -70,7 +70,7 @@ def ending_of(
     return MessageEnding("tool_use" if ends_with_call else "end_turn")
 
 
-def stopped_by(
+def stop_string_of(
     reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str], *, continues_text: bool
 ) -> str | None:
     """Return the stop string that ended the reply, if any.
@@ -83,8 +83,8 @@ def stopped_by(
         return None
     detokenizer = Detokenizer(tokenizer, is_first=not continues_text)
     sampled = "".join(map(detokenizer.push, reply.token_ids)) + detokenizer.flush()
-    rest = sampled[sum(map(len, reply.texts)) :]
-    return min(filter(rest.startswith, stops), key=len, default=None)
+    not_shown = sampled[sum(map(len, reply.texts)) :]
+    return min(filter(not_shown.startswith, stops), key=len, default=None)
 
 
 def usage_of(prompt: PromptTokens, reply: ReplyTokens | None = None) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
         if isinstance(piece, CallArguments):
             arguments[-1].append(piece.text)
             continue
-        block = opened(piece, answer_id)
+        block = empty_block(piece, answer_id)
         if isinstance(piece, CallBegan):
             arguments.append([])
             found.append(block)
@@ -119,11 +119,11 @@ def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
     written = map("".join, arguments)
     for block in found:
         if block["type"] == "tool_use":
-            block["input"] = whole_part(next(written))
+            block["input"] = complete_members(next(written))
     return found
 
 
-def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
+def empty_block(piece: Piece, answer_id: str) -> dict[str, Any]:
     """Return the empty block for a piece."""
     assert not isinstance(piece, CallArguments), "arguments of a call came before its name"
     if isinstance(piece, CallBegan):
@@ -134,7 +134,7 @@ def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def whole_part(text: str) -> dict[str, Any]:
+def complete_members(text: str) -> dict[str, Any]:
     """Return the complete members of a JSON object whose text may be cut off at any point."""
     try:
         found = json.loads(text)
@@ -212,7 +212,7 @@ class MessageStream:
         """Return the events for these tokens. The first call also returns the start of the message."""
         return self.events(tokens.pieces(self._cutter))
 
-    def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
+    def withheld_events(self, tail: ReplyTokens) -> list[dict[str, Any]]:
         """Return the events for text that was withheld until the end of the reply."""
         pieces = [*tail.pieces(self._cutter), *self._cutter.end()]
         return self.events(pieces) if pieces else []
@@ -224,7 +224,7 @@ class MessageStream:
                 delta = {"type": "input_json_delta", "partial_json": piece.text}
                 found.append(self._delta(delta))
                 continue
-            block = opened(piece, self._heading.answer_id)
+            block = empty_block(piece, self._heading.answer_id)
             kind = block["type"]
             if kind != self._block or isinstance(piece, CallBegan):
                 found += self._stop()
@@ -232,7 +232,7 @@ class MessageStream:
                 self._block = kind
                 if kind == "thinking":
                     block |= {"signature": ""}  # the signature follows at the end of the block
-                found.append(self._of_block("content_block_start", content_block=block))
+                found.append(self._block_event("content_block_start", content_block=block))
             if not isinstance(piece, CallBegan):
                 found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
         return found
@@ -271,10 +271,10 @@ class MessageStream:
             return []
         signature = {"type": "signature_delta", "signature": SIGNATURE}
         signed = [self._delta(signature)] if kind == "thinking" else []
-        return [*signed, self._of_block("content_block_stop")]
+        return [*signed, self._block_event("content_block_stop")]
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return self._of_block("content_block_delta", delta=delta)
+        return self._block_event("content_block_delta", delta=delta)
 
-    def _of_block(self, name: str, **values: Any) -> dict[str, Any]:
+    def _block_event(self, name: str, **values: Any) -> dict[str, Any]:
         return {"type": name, "index": self._index, **values}

@@ -23,7 +23,7 @@ from pensieve.errors import (
     NotFound,
     QueueFull,
 )
-from pensieve.guard.limits import NO_LIMITS, Allowance, delivered
+from pensieve.guard.limits import NO_LIMITS, Allowance, write_within
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
@@ -71,7 +71,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         try:
             while True:
                 response = pb.WatchStatsResponse(stats=await self._stats())
-                await delivered(self.daemon.config.stall_seconds, context.write(response))
+                await write_within(self.daemon.config.stall_seconds, context.write(response))
                 await asyncio.sleep(seconds)
         finally:
             self.num_watchers -= 1
@@ -101,12 +101,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         limit = request.limit or 20
         if not 1 <= limit <= 1000:
             raise InvalidArgument("limit", "must lie in 1..1000")
-        least = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
-        answer = await self.daemon.engine.query(lambda number: ListCached(number, limit, least))
-        given = pb.ListCachedConversationsResponse(history=self.daemon.config.history)
+        is_ascending = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
+        answer = await self.daemon.engine.query(
+            lambda number: ListCached(number, limit, is_ascending)
+        )
+        response = pb.ListCachedConversationsResponse(history=self.daemon.config.history)
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:
             tenant, conversation_id = names_of(str(key))
-            given.conversations.add(
+            response.conversations.add(
                 conversation_id=conversation_id,
                 tenant=tenant,
                 device_tokens=int(on_device),
@@ -116,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 retention_value=float(value),
                 running=bool(running),
             )
-        return given
+        return response
 
     async def ExplainConversation(
         self, request: pb.ExplainConversationRequest, context: Any
@@ -125,29 +127,32 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         key = cache_key(tenant, request.conversation_id)
         answer = await self.daemon.engine.query(lambda number: Explain(number, key))
         history = self.daemon.config.history
-        given = pb.ExplainConversationResponse(tenant=tenant, history=history)
+        response = pb.ExplainConversationResponse(tenant=tenant, history=history)
         if self.daemon.claims is not None:
             owner = await self.daemon.threads.in_read_thread(
                 tenant, lambda: self.daemon.reader.owner(request.conversation_id, tenant=tenant)
             )
             if owner is not None:
-                given.owner, given.owned = owner.replica if owner.is_alive else "", owner.is_ours
+                response.owner, response.owned = (
+                    owner.replica if owner.is_alive else "",
+                    owner.is_ours,
+                )
         if "running" in answer.figures:
-            given.running = bool(answer.figures["running"])
+            response.running = bool(answer.figures["running"])
         if "idle_seconds" in answer.figures:
-            given.idle_seconds = answer.figures["idle_seconds"]
+            response.idle_seconds = answer.figures["idle_seconds"]
         for row in answer.rows:
             if len(row) == 4:
                 first, count, place, holders = row
-                given.runs.add(
+                response.runs.add(
                     first_chunk=int(first),
                     num_chunks=int(count),
                     place=str(place),
                     num_holders=int(holders),
                 )
             else:
-                given.events.add(seconds_ago=float(row[0]), text=str(row[1]))
-        return given
+                response.events.add(seconds_ago=float(row[0]), text=str(row[1]))
+        return response
 
     async def ListReplicas(
         self, request: pb.ListReplicasRequest, context: Any
@@ -178,10 +183,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         allowances = daemon.admission.allowances
         stored = await daemon.threads.in_read_thread("", daemon.reader.stored_bytes)
         prefixes = await daemon.threads.in_read_thread("", daemon.reader.num_prefixes)
-        given = pb.ListTenantsResponse(history=daemon.config.history)
+        response = pb.ListTenantsResponse(history=daemon.config.history)
         for name in sorted({*stored, *allowances.tenants}):
             allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
-            given.tenants.add(
+            response.tenants.add(
                 name=name,
                 turns=daemon.num_turns_of(name),
                 calls=allowance.num_calls,
@@ -192,17 +197,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 requests_saved=allowance.requests.level(now),
                 limits=pb.TenantLimits(**vars(allowance.limits)),
             )
-        return given
+        return response
 
     async def ListTenantPrefixes(
         self, request: pb.ListTenantPrefixesRequest, context: Any
     ) -> pb.ListTenantPrefixesResponse:
-        given = pb.ListTenantPrefixesResponse()
+        response = pb.ListTenantPrefixesResponse()
         daemon = self.daemon
         for found in await daemon.threads.in_read_thread("", daemon.reader.all_prefixes):
             tenant = found.conversation.tenant
-            given.prefixes.add(tenant=tenant, prefix=translate.prefix(found))
-        return given
+            response.prefixes.add(tenant=tenant, prefix=translate.prefix(found))
+        return response
 
     async def DeleteTenantPrefix(
         self, request: pb.DeleteTenantPrefixRequest, context: Any
@@ -221,8 +226,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if tenant in tenants:
             return tenant
         if tenant or not tenants:
-            whose = f" of tenant {tenant!r}" if tenant else ""
-            raise NotFound(f"there is no conversation {conversation_id!r}{whose}")
+            of_tenant = f" of tenant {tenant!r}" if tenant else ""
+            raise NotFound(f"there is no conversation {conversation_id!r}{of_tenant}")
         if len(tenants) > 1:
             raise InvalidArgument(
                 "tenant",
@@ -234,7 +239,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
         stored = await daemon.threads.in_read_thread("", daemon.reader.num_conversations)
-        given = pb.Stats(
+        stats = pb.Stats(
             conversations_stored=stored,
             daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,
             engine_restarts=daemon.engine.num_restarts,
@@ -246,53 +251,53 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         if not daemon.loading:
             latencies, now = daemon.conversations.latencies, asyncio.get_running_loop().time()
-            given.first_token.CopyFrom(_latency(latencies.first_token, now))
-            given.token_gap.CopyFrom(_latency(latencies.token_gap, now))
-            given.more["queue_wait_seconds"] = daemon.wait_seconds
-        given.more["refused_for_ttft"] = daemon.admission.num_refused_for_ttft
-        given.more["erasure_pending"] = daemon.store.erasure.pending
-        await self._add_service(given.service)
+            stats.first_token.CopyFrom(_latency(latencies.first_token, now))
+            stats.token_gap.CopyFrom(_latency(latencies.token_gap, now))
+            stats.more["queue_wait_seconds"] = daemon.wait_seconds
+        stats.more["refused_for_ttft"] = daemon.admission.num_refused_for_ttft
+        stats.more["erasure_pending"] = daemon.store.erasure.pending
+        await self._add_service(stats.service)
         if daemon.backing_up is not None:
-            given.more.update(daemon.backing_up.figures())
-        given.more["history_problems"] = len(daemon.damage.problems)
-        given.more["disk_full"] = daemon.full_disk.is_full
-        given.more["scrub_passes"] = daemon.scrubbing.num_passes
+            stats.more.update(daemon.backing_up.figures())
+        stats.more["history_problems"] = len(daemon.damage.problems)
+        stats.more["disk_full"] = daemon.full_disk.is_full
+        stats.more["scrub_passes"] = daemon.scrubbing.num_passes
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:
-            return given
+            return stats
         figures = (await daemon.stats()).figures
-        _fill(given, figures)
+        _fill(stats, figures)
         slot_bytes = ready.page_bytes / ready.chunk_tokens
-        given.bytes_swapped_out = int(figures["tokens_swapped_out"] * slot_bytes)
-        given.bytes_swapped_in = int(figures["tokens_swapped_in"] * slot_bytes)
-        for tier in (given.device, given.host):
+        stats.bytes_swapped_out = int(figures["tokens_swapped_out"] * slot_bytes)
+        stats.bytes_swapped_in = int(figures["tokens_swapped_in"] * slot_bytes)
+        for tier in (stats.device, stats.host):
             tier.chunk_tokens = ready.chunk_tokens
-        given.iterations_per_second = self._rate(figures)
-        given.more["heartbeat_age_seconds"] = daemon.engine.heartbeat.silent_seconds
-        return given
+        stats.iterations_per_second = self._rate(figures)
+        stats.more["heartbeat_age_seconds"] = daemon.engine.heartbeat.silent_seconds
+        return stats
 
-    async def _add_service(self, given: pb.Service) -> None:
+    async def _add_service(self, service: pb.Service) -> None:
         daemon, facts = self.daemon, self._facts()
         lag, waiting = facts.loop_lag, daemon.threads.store_waiting
-        wrote = daemon.store.figures
-        commits = Quantiles.of(wrote.commit_seconds)
-        given.loop_lag_max_seconds, given.loop_lag_p99_seconds = lag.most, lag.p99
-        given.store_jobs, given.store_oldest_seconds = waiting
-        given.commit_p50_seconds, given.commit_p99_seconds = commits.p50, commits.p99
-        given.commit_max_seconds, given.commits = commits.most, wrote.num_commits
-        given.journal_bytes = wrote.journal_bytes
-        given.refusals.update(daemon.refusals)
-        given.calls = daemon.admission.allowances.num_calls
-        given.connections_max = facts.connections_max
+        store_figures = daemon.store.figures
+        commits = Quantiles.of(store_figures.commit_seconds)
+        service.loop_lag_max_seconds, service.loop_lag_p99_seconds = lag.most, lag.p99
+        service.store_jobs, service.store_oldest_seconds = waiting
+        service.commit_p50_seconds, service.commit_p99_seconds = commits.p50, commits.p99
+        service.commit_max_seconds, service.commits = commits.most, store_figures.num_commits
+        service.journal_bytes = store_figures.journal_bytes
+        service.refusals.update(daemon.refusals)
+        service.calls = daemon.admission.allowances.num_calls
+        service.connections_max = facts.connections_max
         if (
             facts.port
             and (found := await asyncio.to_thread(num_connections, facts.port)) is not None
         ):
-            given.connections = found
+            service.connections = found
         if daemon.engine.serving:
-            given.heartbeat_age_seconds = daemon.engine.heartbeat.silent_seconds
-        given.erasure_pending = daemon.store.erasure.pending
-        given.audit_lines_lost = facts.audit_lines_lost
+            service.heartbeat_age_seconds = daemon.engine.heartbeat.silent_seconds
+        service.erasure_pending = daemon.store.erasure.pending
+        service.audit_lines_lost = facts.audit_lines_lost
 
     def _rate(self, figures: Mapping[str, float]) -> float:
         before, self._before = self._before, (figures["seconds"], figures["iterations"])
@@ -311,36 +316,38 @@ def num_connections(port: int) -> int | None:
                 rows = [line.split() for line in file][1:]
         except OSError:  # not Linux
             continue
-        here = f":{port:04X}"
-        found = (found or 0) + sum(row[1].endswith(here) and row[3] == ESTABLISHED for row in rows)
+        local_port = f":{port:04X}"
+        found = (found or 0) + sum(
+            row[1].endswith(local_port) and row[3] == ESTABLISHED for row in rows
+        )
     return found
 
 
 def _latency(times: RecentTimes, now: float) -> pb.Latency:
     found = times.spread(now)
-    given = pb.Latency(
+    latency = pb.Latency(
         count=found.count, p50_seconds=found.p50, p95_seconds=found.p95, p99_seconds=found.p99
     )
     for seconds, count in times.histogram(now):
-        given.buckets.add(seconds=seconds, count=count)
-    return given
+        latency.buckets.add(seconds=seconds, count=count)
+    return latency
 
 
-def _fill(given: pb.Stats, figures: Mapping[str, float]) -> None:
+def _fill(stats: pb.Stats, figures: Mapping[str, float]) -> None:
     whole = {name: int(value) for name, value in figures.items()}
-    for tier, name in ((given.device, "device"), (given.host, "host")):
+    for tier, name in ((stats.device, "device"), (stats.host, "host")):
         tier.pages = whole[f"{name}_pages"]
         tier.pages_free = whole[f"{name}_pages_free"]
         tier.pages_used = tier.pages - tier.pages_free
-    given.device.pages_clean = whole["device_pages_clean"]
+    stats.device.pages_clean = whole["device_pages_clean"]
     for name in (
         *("turns_queued", "turns_running", "turns_suspended", "conversations_cached"),
         *("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens"),
         "iterations",
     ):
-        setattr(given, name, whole[name])
-    given.idle_tokens = whole["tokens_idle"]
-    given.tokens_per_iteration = figures["tokens_per_iteration"]
-    given.engine_seconds = figures["seconds"]
+        setattr(stats, name, whole[name])
+    stats.idle_tokens = whole["tokens_idle"]
+    stats.tokens_per_iteration = figures["tokens_per_iteration"]
+    stats.engine_seconds = figures["seconds"]
     for name, value in figures.items():
-        given.more[name] = value
+        stats.more[name] = value

@@ -31,10 +31,10 @@ def socket_address(path: Path) -> str:
 
 
 def is_listened_to(path: Path) -> bool:
-    """Return whether a daemon listens on the socket. The file alone proves nothing: it outlives a kill."""
+    """Return whether a daemon listens on the socket. A killed daemon leaves the file behind."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            ours.connect(os.fspath(path))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(os.fspath(path))
     except (FileNotFoundError, ConnectionRefusedError):
         return False
     except OSError:  # for example, no permission; the caller sees the reason when it connects

@@ -128,24 +128,24 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         )
         messages: Sequence[records.StoredMessage] = found.messages
         if request.cut_replies:
-            messages = await self._in_parts(request.conversation_id, messages)
+            messages = await self._split_replies(request.conversation_id, messages)
         page = pb.ListMessagesResponse()
         count = await _fill(page.messages, map(translate.message, messages))
         if found.has_more or count < len(found.messages):
             page.next_page_token = str(start + count)
         return page
 
-    async def _in_parts(
+    async def _split_replies(
         self, conversation_id: str, messages: Sequence[records.StoredMessage]
     ) -> Sequence[records.StoredMessage]:
         tenant, template = caller().tenant, self.daemon.texts.template
         tools = (await self._read(self.daemon.reader.get_conversation, conversation_id)).tools
 
-        def cut() -> list[records.StoredMessage]:
+        def split() -> list[records.StoredMessage]:
             style = style_of(template)
-            return [in_parts(each, ReplyPieces(style, tools)) for each in messages]
+            return [split_reply(each, ReplyPieces(style, tools)) for each in messages]
 
-        return await self.daemon.threads.in_text_pool(tenant, cut)
+        return await self.daemon.threads.in_text_pool(tenant, split)
 
     # -- declared prefixes --
 
@@ -205,7 +205,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
-        # If the client disconnects, gRPC cancels this task, and `follow` starts the turn's grace.
+        # If the client disconnects, gRPC cancels this task, and `follow` starts the turn's grace period.
         await daemon.conversations.followers.follow(live, write)
         await write(live.withheld)
         await context.write(
@@ -250,7 +250,7 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
     return len(page)
 
 
-def in_parts(stored: records.StoredMessage, cutter: ReplyPieces) -> records.StoredMessage:
+def split_reply(stored: records.StoredMessage, cutter: ReplyPieces) -> records.StoredMessage:
     """Split a stored reply into text, thinking and tool calls, in the form in which clients send them.
 
     A reply with an incomplete call is returned unchanged, because an incomplete call has no such form.

@@ -57,7 +57,7 @@ class OwnerLookup(Protocol):
     async def take(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
         """Like `claim`, for an owner that cannot be reached.
 
-        A conversation is taken even while the owner's lease is valid, unless a turn of it is running there.
+        A conversation is taken even while the owner's lease is valid, unless the owner runs a turn of it.
         """
 
 
@@ -121,7 +121,7 @@ class Forwarder:
         self._claims = claims
         self._watch = OwnerWatch(claims.claim)
 
-    async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
+    async def forward(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
         """Let the owner answer. Return False if this daemon has become the owner and must answer itself.
 
         Raises OwnedElsewhere if the owner is unreachable but its lease is valid. Raises gRPC's error if the
@@ -130,30 +130,30 @@ class Forwarder:
         self.num_forwarded += 1
         self.num_running += 1
         try:
-            return await self._answered(owner, tenant, call)
+            return await self._forward(owner, tenant, call)
         finally:
             self.num_running -= 1
 
-    async def _answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
+    async def _forward(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
         give_up_at: float | None = None
         num_owners = 1
         next_owner: OwnedElsewhere | None = None
         while True:
             if not owner.address:
                 raise owner
-            # An owner with our own address was an earlier daemon at this address, which no longer runs.
-            is_away = owner.address == self._claims.address
-            if not is_away:
+            # An owner with our own address was an earlier daemon at this address. It no longer runs.
+            is_gone = owner.address == self._claims.address
+            if not is_gone:
                 try:
-                    await self._sent(owner, tenant, call)
+                    await self._send(owner, tenant, call)
                     return True
                 except NotOwner as found:
                     next_owner = found.next_owner
-                    # The answer may come from a newer daemon at the owner's address. Then the owner is away.
-                    is_away = next_owner is not None and next_owner.address == owner.address
+                    # The answer may come from a newer daemon at the owner's address: the owner is gone.
+                    is_gone = next_owner is not None and next_owner.address == owner.address
                 except Unreachable:
-                    is_away = True
-            if is_away:
+                    is_gone = True
+            if is_gone:
                 now = asyncio.get_running_loop().time()
                 if give_up_at is None:
                     give_up_at = now + self.patience_seconds
@@ -161,7 +161,7 @@ class Forwarder:
                     raise owner from None
                 else:
                     await asyncio.sleep(LOOK_SECONDS)
-                next_owner = await _found(self._claims.take(owner.conversation_id, tenant))
+                next_owner = await _await_claim(self._claims.take(owner.conversation_id, tenant))
                 if next_owner is not None and next_owner.address == owner.address:
                     continue
             if next_owner is None:
@@ -176,12 +176,12 @@ class Forwarder:
         await self._watch.close()
         await self.peers.close()
 
-    async def _sent(self, owner: OwnedElsewhere, tenant: str, forwarded: ForwardedCall) -> None:
+    async def _send(self, owner: OwnedElsewhere, tenant: str, forwarded: ForwardedCall) -> None:
         """Send a call to the owner, and pass the answer on."""
         async with self.peers.channel(owner.address) as channel:
-            await self._sent_over(channel, owner, tenant, forwarded)
+            await self._send_over(channel, owner, tenant, forwarded)
 
-    async def _sent_over(
+    async def _send_over(
         self,
         channel: grpc.aio.Channel,
         owner: OwnedElsewhere,
@@ -210,25 +210,27 @@ class Forwarder:
             raise NotOwner(wait.next_owner) from None
         except grpc.aio.AioRpcError as error:
             if not has_begun:
-                await self._failed(error, wait, forwarded.may_repeat)
+                await self._raise_if_retryable(error, wait, forwarded.may_repeat)
             raise
         finally:
             self._watch.end(wait)
             call.cancel()
 
-    async def _failed(self, error: grpc.aio.AioRpcError, wait: Wait, may_repeat: bool) -> None:
+    async def _raise_if_retryable(
+        self, error: grpc.aio.AioRpcError, wait: Wait, may_repeat: bool
+    ) -> None:
         """Raise NotOwner or Unreachable if the call can be tried again. Return if the client gets `error`."""
         details = details_of(error)
         if details is not None and reason_of(details) == OwnedElsewhere.reason:
             claim = self._claims.claim(wait.owner.conversation_id, wait.tenant)
-            raise NotOwner(await _found(claim)) from error
+            raise NotOwner(await _await_claim(claim)) from error
         was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
-        is_away = error.code() is grpc.StatusCode.UNAVAILABLE and details is None
-        if is_away and (may_repeat or was_not_sent):
+        is_gone = error.code() is grpc.StatusCode.UNAVAILABLE and details is None
+        if is_gone and (may_repeat or was_not_sent):
             raise Unreachable from error
 
 
-async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | None:
+async def _await_claim(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | None:
     """Await a claim. Return the owner, or None if this daemon must answer.
 
     A deleted conversation has no owner. Any daemon can answer, or create the conversation again.
@@ -285,25 +287,23 @@ class ForwardingMethods:
         self._forwarder = forwarder
         for method in methods:
             handler = getattr(self, method.name)
-            setattr(self, method.name, partial(self._served, handler, method))
+            setattr(self, method.name, partial(self._serve, handler, method))
 
-    async def _served(
-        self, handler: Handler, method: GrpcMethod, request: Any, context: Any
-    ) -> Any:
+    async def _serve(self, handler: Handler, method: GrpcMethod, request: Any, context: Any) -> Any:
         """Return the answer of this daemon or of the owner."""
         try:
             return await handler(request, context)
-        except OwnedElsewhere as elsewhere:
+        except OwnedElsewhere as error:
             if is_forwarded(context):
                 raise
-            owner = elsewhere
+            owner = error
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
             request.request_id = f"{secrets.randbits(128):032x}"  # the same for each attempt
         metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
         call = GrpcCall(method, request, context, metadata)
         tenant = getattr(request, "tenant", "") or caller().tenant
         try:
-            if await self._forwarder.answered(owner, tenant, call):
+            if await self._forwarder.forward(owner, tenant, call):
                 return call.response
         except grpc.aio.AioRpcError as error:
             details = details_of(error)
@@ -318,8 +318,8 @@ class SharedConversationService(ConversationService):
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
-        daemon, tenant, named = self.daemon, caller().tenant, request.conversation_id
-        await daemon.threads.in_store(tenant, daemon.store.claim, named, tenant=tenant, lane=named)
+        daemon, tenant, name = self.daemon, caller().tenant, request.conversation_id
+        await daemon.threads.in_store(tenant, daemon.store.claim, name, tenant=tenant, lane=name)
         return await super().CancelTurn(request, context)
 
 

@@ -57,7 +57,7 @@ class HttpForwarder:
             request, self._forwarder.peers.metadata(tokens_of(request.scope["headers"]))
         )
         try:
-            return await self._forwarder.answered(owner, by.tenant, call)
+            return await self._forwarder.forward(owner, by.tenant, call)
         except grpc.aio.AioRpcError as error:
             name = error.code().name
             raise Unavailable(
@@ -126,7 +126,7 @@ def tokens_of(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     return []
 
 
-async def fetched(
+async def fetch_path(
     channel: grpc.aio.Channel, metadata: Metadata, path: str, query: str, seconds: float
 ) -> bytes:
     """GET a path from another daemon for the current caller. Raises Unavailable unless the status is 200."""
@@ -176,24 +176,24 @@ class HttpAnswers:
         try:
             await asyncio.wait({running})
         finally:  # also if the other daemon cancels the call because its client has disconnected
-            answer.has_left.set()
+            answer.has_disconnected.set()
             await asyncio.wait({running})
         running.result()
-        if forwarded.elsewhere is not None:
-            raise forwarded.elsewhere
+        if forwarded.owner is not None:
+            raise forwarded.owner
 
 
 class _Answer:
     """An ASGI server's side of one request."""
 
     def __init__(self, messages: Any, context: Any, forwarded: ForwardedRequest) -> None:
-        self.has_left = asyncio.Event()  # set when the client has disconnected
+        self.has_disconnected = asyncio.Event()  # set when the client has disconnected
         self._messages, self._context, self._forwarded = messages, context, forwarded
         self._has_body = False  # the whole body was received
 
     async def receive(self) -> dict[str, Any]:
         if self._has_body:
-            await self.has_left.wait()
+            await self.has_disconnected.wait()
             return {"type": "http.disconnect"}
         message = await anext(self._messages, None)
         if message is None:
@@ -215,7 +215,7 @@ class _Answer:
             await self._write(pb.ForwardHttpResponse(body=b""))
 
     async def _write(self, message: pb.ForwardHttpResponse) -> None:
-        if self._forwarded.elsewhere is not None or self.has_left.is_set():
+        if self._forwarded.owner is not None or self.has_disconnected.is_set():
             return
         with contextlib.suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # a disconnect
             await self._context.write(message)
@@ -227,7 +227,7 @@ def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict
         raise InvalidArgument("head", "is not an HTTP request")
     host, port = head.client_host, head.client_port
     if not forwarded.caller.is_peer:
-        host, port = _place_of(peer)
+        host, port = _host_and_port(peer)
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -245,7 +245,7 @@ def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict
     }
 
 
-def _place_of(peer: str) -> tuple[str, int]:
+def _host_and_port(peer: str) -> tuple[str, int]:
     """Return host and port of a peer that is given in gRPC's notation."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]"), int(port) if port.isdigit() else 0

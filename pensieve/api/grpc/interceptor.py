@@ -77,21 +77,21 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             call = GuardedCall(
                 *(self._guard, kind, method, context),
                 send_error=partial(abort_with, context),
-                audited=(lambda: _audited(method, request, details)) if is_audited else None,
+                audited=(lambda: _audited_call(method, request, details)) if is_audited else None,
             )
             async with call:
                 try:
                     await call.enter(authorization, lambda: _forwarded_caller(details))
                     counted = CountedContext(context, call) if kind.is_counted else context
-                    if takes == "one":
-                        request = requests = _parsed(parse, await call.body())
-                    elif takes == "many":
+                    if takes == "message":
+                        request = requests = _parse(parse, await call.body())
+                    elif takes == "messages":
                         requests = self._messages(call, context, parse)
                     answer = await behaviour(requests, counted)
                     if answer is not None and kind.is_counted:
                         call.count_answer(answer.ByteSize())
                 except grpc.aio.AbortError as aborted:  # the handler has already sent the status
-                    _let_go(aborted)
+                    _drop_traceback(aborted)
                     call.ended_early = True
                 except grpc.aio.InternalError:  # the client disconnected during a write
                     call.ended_early = True
@@ -101,19 +101,19 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             return None
 
         for behaviour, make, takes in (
-            (handler.unary_unary, grpc.stream_unary_rpc_method_handler, "one"),
-            (handler.unary_stream, grpc.stream_stream_rpc_method_handler, "one"),
-            (handler.stream_unary, grpc.stream_unary_rpc_method_handler, "many"),
+            (handler.unary_unary, grpc.stream_unary_rpc_method_handler, "message"),
+            (handler.unary_stream, grpc.stream_stream_rpc_method_handler, "message"),
+            (handler.stream_unary, grpc.stream_unary_rpc_method_handler, "messages"),
         ):
             if behaviour is not None:
                 guard = partial(guarded, behaviour, takes=takes)
                 return make(guard, response_serializer=handler.response_serializer)
-        both = handler.stream_stream
-        if both is None:
+        stream_stream = handler.stream_stream
+        if stream_stream is None:
             return None
 
         async def talk(requests: Any, context: Any) -> None:
-            answers = both(_each_parsed(parse, requests), context)
+            answers = stream_stream(_parse_each(parse, requests), context)
             if isawaitable(answers):  # the handler writes its messages itself
                 await answers
                 return
@@ -121,18 +121,18 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                 await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
-            partial(guarded, talk, takes="a stream"),
+            partial(guarded, talk, takes="raw messages"),
             response_serializer=handler.response_serializer,
         )
 
     async def _messages(
         self, call: GuardedCall, context: Any, parse: Callable[[bytes], Any]
     ) -> AsyncIterator[Any]:
-        """Yield the messages of a client stream. Receive each one after the previous one was consumed."""
+        """Yield the messages of a client stream. Receive each after the previous one was consumed."""
         assert call.caller is not None
         group = group_of(call.caller, context.peer())
         async for raw in self._guard.incoming.bodies(context, group):
-            yield _parsed(parse, raw)
+            yield _parse(parse, raw)
 
 
 class CountedContext:
@@ -160,7 +160,9 @@ def _forwarded_caller(details: grpc.HandlerCallDetails) -> str | None:
     return next((str(value) for key, value in metadata if key == CALLER_KEY), None)
 
 
-def _audited(method: str, request: Any, details: grpc.HandlerCallDetails) -> AuditedCall | None:
+def _audited_call(
+    method: str, request: Any, details: grpc.HandlerCallDetails
+) -> AuditedCall | None:
     tenant = getattr(request, "tenant", "")
     if method.startswith(JOB_PREFIX) and method not in DELETIONS and not tenant:
         return None
@@ -175,7 +177,7 @@ def _audited(method: str, request: Any, details: grpc.HandlerCallDetails) -> Aud
     )
 
 
-def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+def _parse(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     kind = getattr(parse, "__self__", None)
     if kind is not None:  # the parser returns messages of a known class
         sizes.check(kind, raw)
@@ -187,9 +189,9 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         ) from None
 
 
-async def _each_parsed(parse: Callable[[bytes], Any], messages: Any) -> AsyncIterator[Any]:
+async def _parse_each(parse: Callable[[bytes], Any], messages: Any) -> AsyncIterator[Any]:
     async for raw in messages:
-        yield _parsed(parse, raw)
+        yield _parse(parse, raw)
 
 
 async def abort_with(context: Any, error: PensieveError) -> None:
@@ -209,11 +211,11 @@ async def _abort(context: Any, code: grpc.StatusCode, text: str) -> None:
     try:
         await context.abort(code, text)
     except grpc.aio.AbortError as aborted:  # gRPC raises this again after the handler has returned
-        _let_go(aborted)
+        _drop_traceback(aborted)
     except grpc.aio.InternalError:  # the client disconnected
         raise asyncio.CancelledError from None
 
 
-def _let_go(aborted: grpc.aio.AbortError) -> None:
+def _drop_traceback(aborted: grpc.aio.AbortError) -> None:
     """Drop the traceback. gRPC keeps the error, and the frames of the traceback keep the request alive."""
     aborted.__traceback__ = aborted.__context__ = None

@@ -56,12 +56,12 @@ def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
 
 def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Json | None]]:
     async def handler(value: Any, json_call: JsonCall) -> Json | None:
-        request = _read(kind, value)
+        request = _parse(kind, value)
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
             request.request_id = json_call.forwarding_key
         json_call.set_audited_ids({name: getattr(request, name, "") for name in AUDITED_IDS})
         answer = await call(request, _Context(json_call))
-        return None if answer is None else _written(answer)
+        return None if answer is None else _to_json(answer)
 
     return handler
 
@@ -79,10 +79,10 @@ class _Context:
         return tuple(self._call.headers().items())
 
     async def write(self, message: Any) -> None:
-        await self._call.write(_written(message))
+        await self._call.write(_to_json(message))
 
 
-def _read(kind: Any, value: Any) -> Any:
+def _parse(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise InvalidArgument("body", "must be a JSON object")
     check_json(value, "body", VALUES_MAX)  # protobuf fails for strings that are not valid Unicode
@@ -103,6 +103,6 @@ def _read(kind: Any, value: Any) -> Any:
     return request
 
 
-def _written(message: Any) -> Json:
-    given: Json = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return given
+def _to_json(message: Any) -> Json:
+    value: Json = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return value

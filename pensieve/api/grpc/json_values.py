@@ -15,7 +15,9 @@ from google.protobuf import struct_pb2
 from pensieve.errors import InvalidArgument
 
 VALUES_MAX = 16_384  # per field; an object, a list and each value in them count as one
-WHOLE_MAX = 2.0**53  # the numbers of a Struct are doubles: integers are exact only up to this one
+WHOLE_MAX = (
+    2.0**53
+)  # the numbers of a Struct are doubles: integers are exact only up to this number
 
 
 class TooManyValues(ValueError):
@@ -30,7 +32,7 @@ class _Count:
     def __init__(self) -> None:
         self.left = VALUES_MAX
 
-    def one(self) -> None:
+    def add_value(self) -> None:
         self.left -= 1
         if self.left < 0:
             raise TooManyValues
@@ -54,7 +56,7 @@ def one_object(name: str, struct: struct_pb2.Struct) -> dict[str, Any]:
 
 
 def _object(struct: struct_pb2.Struct, count: _Count) -> dict[str, Any]:
-    count.one()
+    count.add_value()
     return {key: _plain(value, count) for key, value in struct.fields.items()}
 
 
@@ -63,19 +65,19 @@ def _plain(value: struct_pb2.Value, count: _Count) -> Any:
         case "struct_value":
             return _object(value.struct_value, count)
         case "list_value":
-            count.one()
+            count.add_value()
             return [_plain(each, count) for each in value.list_value.values]
         case "string_value":
-            count.one()
+            count.add_value()
             return value.string_value
         case "number_value":
-            count.one()
+            count.add_value()
             return _number(value.number_value)
         case "bool_value":
-            count.one()
+            count.add_value()
             return value.bool_value
         case "null_value":
-            count.one()
+            count.add_value()
             return None
     raise NoValue
 
@@ -89,12 +91,12 @@ def _number(number: float) -> float | int:
 def structs(values: Any) -> list[struct_pb2.Struct]:
     """Return JSON objects as Structs. Raises TooManyValues if they have too many values in total."""
     count = _Count()
-    given = []
+    result = []
     for value in values:
         struct = struct_pb2.Struct()
         _fill(struct, value, count)
-        given.append(struct)
-    return given
+        result.append(struct)
+    return result
 
 
 def one_struct(value: Mapping[str, Any]) -> struct_pb2.Struct:
@@ -102,26 +104,26 @@ def one_struct(value: Mapping[str, Any]) -> struct_pb2.Struct:
 
 
 def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], count: _Count) -> None:
-    count.one()
+    count.add_value()
     for key, item in value.items():
         _set(struct.fields[key], item, count)
 
 
-def _set(given: struct_pb2.Value, item: Any, count: _Count) -> None:
+def _set(target: struct_pb2.Value, item: Any, count: _Count) -> None:
     if isinstance(item, Mapping):
-        given.struct_value.SetInParent()
-        _fill(given.struct_value, item, count)
+        target.struct_value.SetInParent()
+        _fill(target.struct_value, item, count)
         return
-    count.one()
+    count.add_value()
     if isinstance(item, list | tuple):
-        given.list_value.SetInParent()
+        target.list_value.SetInParent()
         for each in item:
-            _set(given.list_value.values.add(), each, count)
+            _set(target.list_value.values.add(), each, count)
     elif item is None:
-        given.null_value = struct_pb2.NULL_VALUE
+        target.null_value = struct_pb2.NULL_VALUE
     elif isinstance(item, bool):
-        given.bool_value = item
+        target.bool_value = item
     elif isinstance(item, str):
-        given.string_value = item
+        target.string_value = item
     else:
-        given.number_value = item
+        target.number_value = item

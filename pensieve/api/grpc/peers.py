@@ -64,7 +64,7 @@ class Peers:
         try:
             if address not in self._channels:
                 await self._make_room()
-            yield self._opened(address)
+            yield self._open(address)
         finally:
             self._num_calls[address] -= 1
 
@@ -75,7 +75,7 @@ class Peers:
             if (oldest := next(idle, None)) is not None:
                 await self._channels.pop(oldest).close()
 
-    def _opened(self, address: str) -> grpc.aio.Channel:
+    def _open(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = (
                 grpc.aio.insecure_channel(address, OPTIONS)
@@ -106,24 +106,24 @@ class Peers:
 class Wait:
     """A forwarded call that waits for the owner's answer."""
 
-    def __init__(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> None:
-        """`tell` is called when the owner has lost the conversation."""
-        self.owner, self.tenant, self.tell = owner, tenant, tell
+    def __init__(self, owner: OwnedElsewhere, tenant: str, on_loss: Callable[[], object]) -> None:
+        """`on_loss`: called when the owner has lost the conversation."""
+        self.owner, self.tenant, self.on_loss = owner, tenant, on_loss
         self.is_over = False  # the owner has lost the conversation
-        self.next_owner: OwnedElsewhere | None = None  # if `is_over`; None: it is this daemon
+        self.next_owner: OwnedElsewhere | None = None  # valid if `is_over`; None: this daemon
 
 
 class OwnerWatch:
     def __init__(self, claim: Claim, look_seconds: float = LOOK_SECONDS) -> None:
         self._claim, self._look_seconds = claim, look_seconds
         self._waits: dict[str, dict[Wait, None]] = {}  # by the owner's address, oldest first
-        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> Wait:
-        wait, address = Wait(owner, tenant, tell), owner.address
+    def begin(self, owner: OwnedElsewhere, tenant: str, on_loss: Callable[[], object]) -> Wait:
+        wait, address = Wait(owner, tenant, on_loss), owner.address
         self._waits.setdefault(address, {})[wait] = None
-        if address not in self._looking:
-            self._looking[address] = asyncio.get_running_loop().create_task(self._look(address))
+        if address not in self._watching:
+            self._watching[address] = asyncio.get_running_loop().create_task(self._watch(address))
         return wait
 
     def end(self, wait: Wait) -> None:
@@ -131,11 +131,11 @@ class OwnerWatch:
         self._waits.get(wait.owner.address, {}).pop(wait, None)
 
     async def close(self) -> None:
-        for task in self._looking.values():
+        for task in self._watching.values():
             task.cancel()
-        await asyncio.gather(*self._looking.values(), return_exceptions=True)
+        await asyncio.gather(*self._watching.values(), return_exceptions=True)
 
-    async def _look(self, address: str) -> None:
+    async def _watch(self, address: str) -> None:
         waits = self._waits[address]
         try:
             while True:
@@ -143,13 +143,13 @@ class OwnerWatch:
                 if not waits:
                     return
                 for wait in tuple(waits):
-                    if wait in waits and await self._is_there(wait):
+                    if wait in waits and await self._check(wait):
                         break
         finally:
-            del self._looking[address], self._waits[address]
+            del self._watching[address], self._waits[address]
 
-    async def _is_there(self, wait: Wait) -> bool:
-        """Return whether the owner is alive. If it has lost the conversation, call `tell`."""
+    async def _check(self, wait: Wait) -> bool:
+        """Return whether the owner still has the conversation. If another daemon has it, end the wait."""
         try:
             found = await self._claim(wait.owner.conversation_id, wait.tenant)
         except NotFound:
@@ -160,8 +160,8 @@ class OwnerWatch:
         if found is not None and found.address == wait.owner.address:
             return True
         if wait not in self._waits[wait.owner.address]:
-            return False  # the answer has begun meanwhile, so the call waits no more
+            return False  # the answer has begun meanwhile, so the call no longer waits
         self.end(wait)
         wait.is_over, wait.next_owner = True, found
-        wait.tell()
+        wait.on_loss()
         return False

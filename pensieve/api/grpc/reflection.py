@@ -79,26 +79,26 @@ class Reflection:
             yield self.answer(request)
 
     def answer(self, request: pb.ServerReflectionRequest) -> pb.ServerReflectionResponse:
-        given = pb.ServerReflectionResponse(valid_host=request.host, original_request=request)
+        response = pb.ServerReflectionResponse(valid_host=request.host, original_request=request)
         kind = request.WhichOneof("message_request")
         try:
             if kind == "list_services":
                 for name in self._services:
-                    given.list_services_response.service.add(name=name)
+                    response.list_services_response.service.add(name=name)
             elif kind == "file_by_filename":
-                _put(given, self._pool.FindFileByName(request.file_by_filename))
+                _put(response, self._pool.FindFileByName(request.file_by_filename))
             elif kind == "file_containing_symbol":
-                _put(given, self._file_of(request.file_containing_symbol))
+                _put(response, self._file_of(request.file_containing_symbol))
             elif kind == "all_extension_numbers_of_type":  # our messages have no extensions
                 found = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
-                given.all_extension_numbers_response.base_type_name = found.full_name
+                response.all_extension_numbers_response.base_type_name = found.full_name
             elif kind == "file_containing_extension":
                 raise KeyError
             else:
-                _refuse(given, grpc.StatusCode.INVALID_ARGUMENT, "the request has no query")
+                _refuse(response, grpc.StatusCode.INVALID_ARGUMENT, "the request has no query")
         except KeyError:
-            _refuse(given, grpc.StatusCode.NOT_FOUND, "unknown file, symbol or type")
-        return given
+            _refuse(response, grpc.StatusCode.NOT_FOUND, "unknown file, symbol or type")
+        return response
 
     def _file_of(self, symbol: str) -> FileDescriptor:
         try:
@@ -150,11 +150,11 @@ def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
     yield file
 
 
-def _put(given: pb.ServerReflectionResponse, file: FileDescriptor) -> None:
+def _put(response: pb.ServerReflectionResponse, file: FileDescriptor) -> None:
     files = {each.name: each.serialized_pb for each in _with_imports(file)}
-    given.file_descriptor_response.file_descriptor_proto.extend(files.values())
+    response.file_descriptor_response.file_descriptor_proto.extend(files.values())
 
 
-def _refuse(given: pb.ServerReflectionResponse, code: grpc.StatusCode, text: str) -> None:
-    given.error_response.error_code = code.value[0]
-    given.error_response.error_message = text
+def _refuse(response: pb.ServerReflectionResponse, code: grpc.StatusCode, text: str) -> None:
+    response.error_response.error_code = code.value[0]
+    response.error_response.error_message = text

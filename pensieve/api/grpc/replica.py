@@ -16,7 +16,7 @@ from pensieve.api.grpc.http_forwarding import HttpAnswers
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.hand_over import KvHeader, KvPart, KvSource, Parts
 from pensieve.errors import InvalidArgument, Unavailable
-from pensieve.guard.limits import delivered
+from pensieve.guard.limits import write_within
 from pensieve.store.records import ID_PATTERN
 from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
@@ -52,7 +52,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
         async with aclosing(parts):
             async for each in parts:
                 for message in _messages(each):
-                    await delivered(self._stall_seconds, context.write(message))
+                    await write_within(self._stall_seconds, context.write(message))
 
     async def ForwardHttp(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         await self._http.answer(requests, context)
@@ -96,7 +96,7 @@ class KvFetcher:
             stub = replica_pb2_grpc.ReplicaServiceStub(channel)
             call: Any = stub.FetchKv(request, metadata=self._metadata)
             try:
-                async for each in _assembled(call):
+                async for each in _assemble(call):
                     yield each
             except grpc.aio.AioRpcError as error:
                 code = error.code().name
@@ -112,7 +112,7 @@ class KvFetcher:
         return grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
 
 
-async def _assembled(responses: Any) -> Parts:
+async def _assemble(responses: Any) -> Parts:
     """Yield parts with all their bytes. Raises Unavailable if a part is incomplete."""
     part: pb.KvPart | None = None
     pieces: list[bytes] = []

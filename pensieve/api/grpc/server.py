@@ -262,7 +262,7 @@ class Server:
                     self.audit.tokens_reloaded,
                 )
             )
-            watching.add_done_callback(self._watching_ended)
+            watching.add_done_callback(self._on_watcher_end)
             self._background.append(watching)
         await self._server.start()
         for listener in self.other_listeners:
@@ -275,7 +275,7 @@ class Server:
         self.guard.use((*tokens, *self.listening.peer_tokens))
         self.daemon.use_limits(limits)
 
-    def _watching_ended(self, watching: asyncio.Task[None]) -> None:
+    def _on_watcher_end(self, watching: asyncio.Task[None]) -> None:
         """Stop the daemon. Without the watcher, tokens that are removed from the file would stay valid."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             self._fail(error)

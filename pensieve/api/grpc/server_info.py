@@ -17,7 +17,7 @@ from pensieve.v1 import conversation_pb2 as pb
 
 
 def server_info(daemon: Daemon) -> pb.ServerInfo:
-    given = pb.ServerInfo(
+    info = pb.ServerInfo(
         model=daemon.engine.model_name,
         fingerprint=daemon.texts.fingerprint,
         state=_state(daemon),
@@ -27,31 +27,32 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
         uptime_seconds=asyncio.get_running_loop().time() - daemon.started_at,
     )
     for name in (*FLOATS, "top_k", "max_tokens", "stop_repetition"):
-        setattr(given.default_sampling, name, getattr(daemon.texts.defaults, name))
-    given.defaults_from_model = daemon.texts.defaults_from_model
+        setattr(info.default_sampling, name, getattr(daemon.texts.defaults, name))
+    info.defaults_from_model = daemon.texts.defaults_from_model
     if (ready := daemon.engine.ready) is not None:
-        given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device
-        given.kv_dtype = ready.kv_dtype
-        given.context_max_tokens, given.layers = ready.context_max, ready.layers
-    return given
+        info.dtype, info.weights, info.device = ready.dtype, ready.weights, ready.device
+        info.kv_dtype = ready.kv_dtype
+        info.context_max_tokens, info.layers = ready.context_max, ready.layers
+    return info
 
 
-def in_words(given: pb.ServerInfo) -> str:
+def log_line(info: pb.ServerInfo) -> str:
     """Return a line for the log; call it after the model is loaded."""
-    how = ", ".join(
+    properties = ", ".join(
         part
         for part in (
-            given.dtype,
-            "int8 weights" if given.weights == "int8" else "",
-            f"{given.kv_dtype} KV" if given.kv_dtype not in ("", given.dtype) else "",
-            given.device,
-            f"context of {given.context_max_tokens:,} tokens",
-            f"fingerprint {given.fingerprint}",
+            info.dtype,
+            "int8 weights" if info.weights == "int8" else "",
+            f"{info.kv_dtype} KV" if info.kv_dtype not in ("", info.dtype) else "",
+            info.device,
+            f"context of {info.context_max_tokens:,} tokens",
+            f"fingerprint {info.fingerprint}",
         )
         if part
     )
-    by = f"pensieve {given.version}, torch {given.torch_version}"
-    return f"serving {given.model} ({how}) with {by}, transformers {given.transformers_version}"
+    program = f"pensieve {info.version}, torch {info.torch_version}"
+    program += f", transformers {info.transformers_version}"
+    return f"serving {info.model} ({properties}) with {program}"
 
 
 def _state(daemon: Daemon) -> pb.ServerState.ValueType:

@@ -5,11 +5,11 @@ with many elements must be small:
 
 * `check` looks at the fields of a request (at most FIELDS_MAX), and at the fields of each message that LIMITS
   lists (at most INNER_FIELDS_MAX). It does not look into other messages.
-* All fields that may be large after this check are texts, whose cost grows only with their length.
+* All fields that may be large after this check are texts. Parsing a text takes time only for its length.
 * JSON values are counted while they are converted (json_values.py).
 
-Every stored message can be read again. The largest one fits into the 4 MiB that gRPC clients accept by
-default. With its tokens it fits into 8 MiB, which our SDK accepts. A page of a list ends before the store's
+Every stored message can be read again. The largest message fits into the 4 MiB that gRPC clients accept by
+default. With its tokens, it fits into 8 MiB, which our SDK accepts. A page of a list ends before the store's
 PAGE_BYTES_MAX, unless a single item is larger.
 
 The proto's comments repeat these limits, and docs/security.md has the most important ones.
@@ -44,9 +44,7 @@ NAME_BYTES_MAX = 512  # names of tools, calls and authors
 TOOL_CALLS_MAX = 64  # per message
 TOOL_CALLS_BYTES_MAX = 256 << 10  # arguments of all tool calls of a request
 FIELDS_MAX = 512  # per request; each list element counts as one
-INNER_FIELDS_MAX = (
-    72  # per message of a request; each tool call counts as one. A nested request: FIELDS_MAX
-)
+INNER_FIELDS_MAX = 72  # per message in a request; each tool call counts as one field
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
 
@@ -181,15 +179,15 @@ def _check_fields(
             if wire_type == BYTES and field.message_type and field.message_type.name in LIMITS:
                 is_request = field.message_type.name.endswith("Request")
                 index = "" if is_request else f"[{counts[number] - 1}]"
-                most = FIELDS_MAX if is_request else INNER_FIELDS_MAX
+                inner_max = FIELDS_MAX if is_request else INNER_FIELDS_MAX
                 inner = f"{path}{field.name}{index}."
-                _check_fields(field.message_type, raw, start, place, most, inner)
+                _check_fields(field.message_type, raw, start, place, inner_max, inner)
         if num_fields > fields_max:
             raise InvalidArgument(path[:-1] or "request", f"has more than {fields_max} fields")
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """Return the varint at `place`, and the position after it. If it is cut off, this is past the end."""
+    """Return the varint at `place`, and the position after it: past the end if the varint is cut off."""
     value = 0
     for shift in range(0, 70, 7):
         if place >= len(raw):

@@ -68,7 +68,7 @@ REASON_NUMBERS = {
 
 
 def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
-    """Convert a request's messages. Errors give the first message the number `first`."""
+    """Convert a request's messages. `first`: the number of the first message in errors."""
     check_arguments(given)
     messages = []
     for index, each in enumerate(given, first):
@@ -222,7 +222,7 @@ def page_of(request: Any) -> tuple[int, int]:
 
 def conversation(found: records.StoredConversation, context_max: int) -> pb.Conversation:
     """Return the protobuf message. Fields that are larger than this version accepts are left out."""
-    given = pb.Conversation(
+    result = pb.Conversation(
         conversation_id=found.conversation_id,
         revision=found.revision,
         num_messages=found.num_messages,
@@ -233,27 +233,27 @@ def conversation(found: records.StoredConversation, context_max: int) -> pb.Conv
         update_time=timestamp(found.updated_at),
         title=found.title,
     )
-    _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
-    _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
+    _fill(result, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
+    _fill(result, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
     options = [found.template_options]
-    _fill(given, "template_options", options, sizes.TEMPLATE_OPTIONS_BYTES_MAX)
+    _fill(result, "template_options", options, sizes.TEMPLATE_OPTIONS_BYTES_MAX)
     if found.running_turn_id is not None:
-        given.running_turn_id = str(found.running_turn_id)
-    return given
+        result.running_turn_id = str(found.running_turn_id)
+    return result
 
 
-def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
-    """Set a field of JSON objects. If it is too large, list it as left out instead."""
+def _fill(result: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
+    """Set a field of JSON objects. If it is too large, add its name to `fields_left_out` instead."""
     try:
-        made = structs(values)
+        converted = structs(values)
     except TooManyValues:
-        made = []
-    if len(made) != len(values) or sum(each.ByteSize() for each in made) > bytes_max:
-        given.fields_left_out.append(name)
+        converted = []
+    if len(converted) != len(values) or sum(each.ByteSize() for each in converted) > bytes_max:
+        result.fields_left_out.append(name)
     elif name == "tools":
-        given.tools.extend(made)
+        result.tools.extend(converted)
     else:
-        getattr(given, name).CopyFrom(made[0])
+        getattr(result, name).CopyFrom(converted[0])
 
 
 def prefix(found: records.StoredPrefix) -> pb.Prefix:
@@ -330,10 +330,10 @@ def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
     for end in range(1, len(parts)):
         num_bytes += _bytes_max(tokens, end - 1)
         if parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
-            yield from _run(tokens, start, end)
+            yield from _run_deltas(tokens, start, end)
             start, num_bytes = end, 0
     if parts:
-        yield from _run(tokens, start, len(parts))
+        yield from _run_deltas(tokens, start, len(parts))
 
 
 def _bytes_max(tokens: ReplyTokens, number: int) -> int:
@@ -343,22 +343,25 @@ def _bytes_max(tokens: ReplyTokens, number: int) -> int:
     return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
 
 
-def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+def _run_deltas(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
     """Yield the message of a run. If its text is too long, its beginning is yielded in earlier messages."""
-    text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    text, characters_max = (
+        "".join(tokens.texts[start:stop]),
+        DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX,
+    )
     kind = PART_NUMBERS[tokens.parts[start]]
-    while len(text) > most:
-        yield pb.TurnDelta(text=text[:most], kind=kind)
-        text = text[most:]
-    given = pb.TurnDelta(text=text, token_ids=tokens.token_ids[start:stop], kind=kind)
+    while len(text) > characters_max:
+        yield pb.TurnDelta(text=text[:characters_max], kind=kind)
+        text = text[characters_max:]
+    result = pb.TurnDelta(text=text, token_ids=tokens.token_ids[start:stop], kind=kind)
     for logprob, top in tokens.logprobs[start:stop]:
-        given.logprobs.add(
+        result.logprobs.add(
             logprob=logprob,
             alternatives=[
                 pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
             ],
         )
-    yield given
+    yield result
 
 
 def completed(live: LiveTurn) -> pb.TurnCompleted:
@@ -394,9 +397,9 @@ def status_code(error: PensieveError) -> grpc.StatusCode:
 
 def status(error: PensieveError) -> status_pb2.Status:
     """Return a google.rpc.Status with ErrorInfo and further details."""
-    given = status_pb2.Status(code=status_code(error).value[0], message=client_text(error))
+    result = status_pb2.Status(code=status_code(error).value[0], message=client_text(error))
     _detail(
-        given,
+        result,
         "ErrorInfo",
         status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=details(error)),
     )
@@ -404,13 +407,13 @@ def status(error: PensieveError) -> status_pb2.Status:
         violation = status_pb2.BadRequest.FieldViolation(
             field=shortened(error.field), description=shortened(error.problem)
         )
-        _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
+        _detail(result, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
     if (seconds := retry_seconds(error)) is not None:
         retry = status_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(int(seconds * 1000))
-        _detail(given, "RetryInfo", retry)
-    return given
+        _detail(result, "RetryInfo", retry)
+    return result
 
 
-def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:
-    given.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())
+def _detail(result: status_pb2.Status, name: str, detail: Any) -> None:
+    result.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())

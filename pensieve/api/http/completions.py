@@ -3,7 +3,7 @@
 A chat request has the whole history. The binder finds the stored conversation with these messages, and only
 the new messages are computed (conversations/binding). With `n` choices, only the first choice may continue
 this conversation, and the other choices continue forks. Three kinds of request are not stored: requests with
-`store: false`, text completions, and Open WebUI's own tasks, which have a header.
+`store: false`, text completions, and Open WebUI's own tasks, which TASK_HEADER marks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.idempotency import client_key_of, digest
 from pensieve.api.http.replies import cache_headers, follow
-from pensieve.api.http.requests import ApiRequests, named
+from pensieve.api.http.requests import ApiRequests, client_field_names
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
@@ -35,7 +35,7 @@ class CompletionsEndpoint:
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, self._kind))
-        with named(request):
+        with client_field_names(request):
             lives = await self._begin(exchange, request)
         first, is_chat = lives[0], self._kind is RequestKind.CHAT
         names = (
@@ -46,21 +46,21 @@ class CompletionsEndpoint:
             await self._stream(exchange, request, heading, lives)
             return None
         survives_disconnect = bool(client_key_of(exchange))
-        await all_of(
+        await run_together(
             follow(self._daemon, exchange, each, None, survives_disconnect=survives_disconnect)
             for each in lives
         )
         exchange.out |= cache_headers(first.figures)
-        requests, wholes = self._requests, [each.whole_reply() for each in lives]
+        requests, replies = self._requests, [each.whole_reply() for each in lives]
         tokenizer, prompt = requests.template.tokenizer, lives[0].prompt
-        made = partial(answer, request, wholes, prompt, heading, tokenizer, requests.style)
-        return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
+        render = partial(answer, request, replies, prompt, heading, tokenizer, requests.style)
+        return await requests.render(by, sum(live.num_tokens for live in lives), render)
 
     async def _begin(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         # Open WebUI sets this header for its own requests (titles, tags, queries), which belong to no chat.
-        is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
+        is_ui_task = request.store is None and bool(exchange.headers.get(TASK_HEADER))
         is_stored = self._kind is RequestKind.CHAT and self._requests.is_stored(request)
-        if is_errand or not is_stored:
+        if is_ui_task or not is_stored:
             return await self._requests.begin_unstored(request)
         return await self._requests.begin_bound(exchange, request)
 
@@ -78,24 +78,24 @@ class CompletionsEndpoint:
         )
         exchange.begin_events()
 
-        async def one(number: int, live: LiveTurn) -> None:
+        async def stream_choice(number: int, live: LiveTurn) -> None:
             stream = kind(request, heading, tokenizer, self._requests.cutter(request.tools), number)
             await follow(
                 self._daemon, exchange, live, stream, survives_disconnect=survives_disconnect
             )
             await exchange.write_events([stream.end(live.whole_reply().finish)])
 
-        await all_of(one(number, live) for number, live in enumerate(lives))
+        await run_together(stream_choice(number, live) for number, live in enumerate(lives))
         if request.include_usage:
-            wholes, prompt = [each.whole_reply() for each in lives], lives[0].prompt
-            await exchange.write_events([usage_chunk(request, heading, wholes, prompt)])
+            replies, prompt = [each.whole_reply() for each in lives], lives[0].prompt
+            await exchange.write_events([usage_chunk(request, heading, replies, prompt)])
         await exchange.write(DONE)
         await exchange.end_events()
 
 
-async def all_of(works: Any) -> None:
+async def run_together(coroutines: Any) -> None:
     """Run these coroutines at the same time. The first error cancels the other coroutines."""
-    tasks = [asyncio.ensure_future(each) for each in works]
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         await asyncio.gather(*tasks)
     finally:

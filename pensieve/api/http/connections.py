@@ -40,11 +40,11 @@ def protocol(connections_max: int) -> Any:
 
     class Protocol(uvicorns.H11Protocol):  # type: ignore[misc, name-defined]
         _deadline: asyncio.TimerHandle | None = None
-        _look: asyncio.TimerHandle | None = None
+        _next_check: asyncio.TimerHandle | None = None
         _in_head = False  # `_deadline` is for a head, or for a body that no endpoint reads
         _head = b""  # received part of a head
         _num_unwanted = 0  # received bytes of a body after its request was answered
-        _behind = b""  # received data after a request that is not answered yet
+        _next_data = b""  # received data after a request that is not answered yet
 
         def connection_made(self, transport: Any) -> None:
             if len(self.connections) >= connections_max:
@@ -53,7 +53,7 @@ def protocol(connections_max: int) -> Any:
                 return
             super().connection_made(transport)
             self._close_after(IDLE_SECONDS)
-            self._look_again(0)
+            self._check_reading(0)
 
         def data_received(self, data: bytes) -> None:
             while data and not self.transport.is_closing():
@@ -63,16 +63,16 @@ def protocol(connections_max: int) -> Any:
                     break
                 size = SLICE_BYTES if is_head else BODY_SLICE_BYTES
                 piece, data = data[:size], data[size:]
-                if not is_head and not self._answers and not self._is_bearable(len(piece)):
+                if not is_head and not self._is_answering and not self._add_unwanted(len(piece)):
                     self.transport.abort()
                     return
-                if is_head and not self._is_small(piece):
+                if is_head and not self._add_to_head(piece):
                     self._refuse(TOO_LARGE)
                     return
                 super().data_received(piece)
             if self.transport.is_closing():
                 return
-            if self._answers:
+            if self._is_answering:
                 self._close_after(None)
             elif not self._in_head:
                 self._close_after(HEAD_SECONDS, in_head=True)
@@ -84,9 +84,9 @@ def protocol(connections_max: int) -> Any:
                 self._close_after(HEAD_SECONDS, in_head=True)
             else:
                 self._close_after(None)  # from now on, uvicorn's own timer closes the connection
-            behind, self._behind = self._behind, b""
-            if behind:
-                self.data_received(behind)
+            next_data, self._next_data = self._next_data, b""
+            if next_data:
+                self.data_received(next_data)
 
         def send_400_response(self, msg: str) -> None:
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -96,12 +96,12 @@ def protocol(connections_max: int) -> Any:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._close_after(None)
-            if self._look is not None:
-                self._look.cancel()
+            if self._next_check is not None:
+                self._next_check.cancel()
             if self in self.connections:
                 super().connection_lost(exc)
 
-        def _is_small(self, piece: bytes) -> bool:
+        def _add_to_head(self, piece: bytes) -> bool:
             """Add a piece to the head, and return whether the head is within its limits."""
             before, self._head = max(len(self._head) - 2, 0), self._head + piece
             end = HEAD_END.search(self._head, before)
@@ -110,15 +110,15 @@ def protocol(connections_max: int) -> Any:
                 self._head = b""
             return len(head) <= HEAD_BYTES_MAX and head.count(b"\n") <= LINES_MAX
 
-        def _is_bearable(self, num_bytes: int) -> bool:
+        def _add_unwanted(self, num_bytes: int) -> bool:
             """Count more bytes of a body that no endpoint reads. Return whether they are accepted."""
             self._num_unwanted += num_bytes
             return self._num_unwanted <= UNWANTED_BYTES_MAX
 
         def _keep(self, data: bytes) -> None:
             """Keep data of the next request until the current request is answered."""
-            self._behind += data
-            if len(self._behind) > HEAD_BYTES_MAX:
+            self._next_data += data
+            if len(self._next_data) > HEAD_BYTES_MAX:
                 self.flow.pause_reading()  # until the current request is answered
 
         def _refuse(self, status: bytes) -> None:
@@ -126,16 +126,16 @@ def protocol(connections_max: int) -> Any:
             self.transport.write(head)
             self.transport.close()
 
-        def _look_again(self, left_before: int) -> None:
-            """Abort if the client has read nothing since the last check. `close` waits for the client."""
-            left = self.transport.get_write_buffer_size()
-            if left_before and left >= left_before:
+        def _check_reading(self, num_unread_before: int) -> None:
+            """Abort if the client has read nothing since the last check. `transport.close` would wait."""
+            num_unread = self.transport.get_write_buffer_size()
+            if num_unread_before and num_unread >= num_unread_before:
                 self.transport.abort()
                 return
-            self._look = self.loop.call_later(STALL_SECONDS, self._look_again, left)
+            self._next_check = self.loop.call_later(STALL_SECONDS, self._check_reading, num_unread)
 
         @property
-        def _answers(self) -> bool:
+        def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _close_after(self, seconds: float | None, *, in_head: bool = False) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.requests import ApiRequests
-from pensieve.api.http.response_history import ResponseHistory, appended, as_stored
+from pensieve.api.http.response_history import ResponseHistory, append_change, as_stored
 from pensieve.api.http.response_places import new_conversation_id
 from pensieve.api.json_fields import Fields, Refusal, check_json
 from pensieve.api.openai.conversation_items import Place, items_of, place_of, tag_of
@@ -50,7 +50,7 @@ class ConversationItems(NamedTuple):
     first_number: int  # the first message's number in item ids (`Place`)
 
     @property
-    def waiting(self) -> list[records.StoredMessage]:
+    def pending_messages(self) -> list[records.StoredMessage]:
         """Return the pending messages as the next messages of the conversation."""
         return as_stored(self.pending, self.conversation)
 
@@ -60,23 +60,23 @@ class ConversationItems(NamedTuple):
 
 
 class ConversationEndpoints:
-    def __init__(self, daemon: Daemon, requests: ApiRequests, stored: ResponseHistory) -> None:
+    def __init__(self, daemon: Daemon, requests: ApiRequests, history: ResponseHistory) -> None:
         self._daemon, self._requests = daemon, requests
-        self._stored = stored
+        self._history = history
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         given = await self._requests.json(exchange, by)
         fields = Fields({} if given is None else given)
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
-        pending = self._appended(messages)(Pending()).messages
+        pending = self._append_change(messages)(Pending()).messages
         settings = ConversationSettings(
             new_conversation_id(), metadata=metadata, tenant=by.tenant, pending=pending
         )
-        return _described(await self._daemon.charged_to(by.tenant).create(settings))
+        return _conversation_body(await self._daemon.charged_to(by.tenant).create(settings))
 
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        return _described(await self._conversation(exchange, by))
+        return _conversation_body(await self._conversation(exchange, by))
 
     async def update(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation = await self._conversation(exchange, by)
@@ -85,8 +85,10 @@ class ConversationEndpoints:
         fields.end()
         if metadata is None:
             raise Refusal("metadata", "is required", "missing_required_parameter")
-        changed = await self._stored.set_metadata(conversation.conversation_id, metadata, by.tenant)
-        return _described(changed)
+        changed = await self._history.set_metadata(
+            conversation.conversation_id, metadata, by.tenant
+        )
+        return _conversation_body(changed)
 
     async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation_id = exchange.values["conversation_id"]
@@ -98,35 +100,35 @@ class ConversationEndpoints:
     # -- items --
 
     async def list_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        seen = await self._seen(exchange, by)
+        state = await self._read_state(exchange, by)
         query = query_of(exchange)
         limit = limit_of(query.get("limit"), ITEMS_LISTED, ITEMS_LISTED_MAX)
         descending = is_descending(query.get("order"))
-        after = _parsed(query["after"], seen) if query.get("after") else None
+        after = _parse_item_id(query["after"], state) if query.get("after") else None
         found: list[Mapping[str, Any]] = []
-        async for item in self._items(seen, after, descending):
+        async for item in self._items(state, after, descending):
             found.append(item)
             if len(found) > limit:
                 break
-        return _listed(found[:limit], has_more=len(found) > limit)
+        return _list_body(found[:limit], has_more=len(found) > limit)
 
     async def add_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        seen = await self._seen(exchange, by)
+        state = await self._read_state(exchange, by)
         fields = Fields(await self._requests.json(exchange, by))
         if "items" not in fields:
             raise Refusal("items", "is required", "missing_required_parameter")
         messages = _items(fields)
         fields.end()
-        after = await self._stored.change_pending(
-            seen.conversation.conversation_id, self._appended(messages), by.tenant
+        after = await self._history.change_pending(
+            state.conversation.conversation_id, self._append_change(messages), by.tenant
         )
-        waiting = as_stored(after.messages, seen.conversation)
-        added = waiting[len(waiting) - len(messages) :]
-        return _listed([item for each in added for item in self._items_of_message(each, seen)])
+        pending_messages = as_stored(after.messages, state.conversation)
+        added = pending_messages[len(pending_messages) - len(messages) :]
+        return _list_body([item for each in added for item in self._items_of_message(each, state)])
 
     async def get_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        seen = await self._seen(exchange, by)
-        return (await self._item(exchange.values["item_id"], seen))[1]
+        state = await self._read_state(exchange, by)
+        return (await self._item(exchange.values["item_id"], state))[1]
 
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Delete the item with this id, if it is the last item.
@@ -135,23 +137,25 @@ class ConversationEndpoints:
         same id in between, that item is not deleted.
         """
         conversations = self._daemon.writable
-        named: records.StoredMessage | None = None
+        requested: records.StoredMessage | None = None
         for attempt in range(ATTEMPTS_MAX):
-            seen = await self._seen(exchange, by)
-            if seen.conversation.running_turn_id is not None:
-                await self._stored.claim(seen.conversation)
-                seen = await self._seen(exchange, by)
-            refuse_running(seen.conversation)
-            message, item = await self._item(exchange.values["item_id"], seen)
-            if named is not None and not _is_same(message, named):
+            state = await self._read_state(exchange, by)
+            if state.conversation.running_turn_id is not None:
+                await self._history.claim(state.conversation)
+                state = await self._read_state(exchange, by)
+            refuse_running(state.conversation)
+            message, item = await self._item(exchange.values["item_id"], state)
+            if requested is not None and not _is_same(message, requested):
                 raise no_item()
-            named = message
-            is_last = message.index == seen.conversation.num_messages + len(seen.pending) - 1
-            is_beginning = not (seen.pending or message.finish_reason)
-            if not is_last or is_beginning or self._items_of_message(message, seen) != [item]:
+            requested = message
+            is_last = message.index == state.conversation.num_messages + len(state.pending) - 1
+            is_beginning = not (state.pending or message.finish_reason)
+            if not is_last or is_beginning or self._items_of_message(message, state) != [item]:
                 raise Refusal("item_id", ONLY_LAST)
             try:
-                return _described(await conversations.delete_last(seen.conversation, seen.pending))
+                return _conversation_body(
+                    await conversations.delete_last(state.conversation, state.pending)
+                )
             except StaleRevision:
                 if attempt + 1 == ATTEMPTS_MAX:
                     raise
@@ -159,9 +163,9 @@ class ConversationEndpoints:
 
     # -- inside --
 
-    def _appended(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+    def _append_change(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
         """Return a change that adds pending messages. All pending messages must fit into one turn."""
-        add, context_max = appended(messages), self._daemon.context_max
+        add, context_max = append_change(messages), self._daemon.context_max
 
         def change(found: Pending) -> Pending:
             after = add(found)
@@ -174,25 +178,25 @@ class ConversationEndpoints:
         return change
 
     async def _conversation(self, exchange: Exchange, by: Caller) -> records.StoredConversation:
-        return await self._stored.conversation(exchange.values["conversation_id"], by.tenant)
+        return await self._history.conversation(exchange.values["conversation_id"], by.tenant)
 
-    async def _seen(self, exchange: Exchange, by: Caller) -> ConversationItems:
-        conversation, pending = await self._stored.with_pending(
+    async def _read_state(self, exchange: Exchange, by: Caller) -> ConversationItems:
+        conversation, pending = await self._history.with_pending(
             exchange.values["conversation_id"], by.tenant
         )
         return ConversationItems(
-            conversation, pending, await self._stored.first_number(conversation)
+            conversation, pending, await self._history.first_number(conversation)
         )
 
     def _items_of_message(
-        self, message: records.StoredMessage, seen: ConversationItems
+        self, message: records.StoredMessage, state: ConversationItems
     ) -> list[dict[str, Any]]:
-        place = Place(seen.tag, seen.first_number + message.index)
-        return items_of(message, place, self._requests.cutter(seen.conversation.tools))
+        place = Place(state.tag, state.first_number + message.index)
+        return items_of(message, place, self._requests.cutter(state.conversation.tools))
 
     async def _items(
         self,
-        seen: ConversationItems,
+        state: ConversationItems,
         after: tuple[int, int] | None,
         descending: bool,
     ) -> AsyncIterator[dict[str, Any]]:
@@ -203,56 +207,56 @@ class ConversationEndpoints:
         walk = self._backward if descending else self._forward
         first = None if after is None else after[0]
         num_messages = 0
-        async for message in walk(seen, first):
-            items = list(enumerate(self._items_of_message(message, seen)))
+        async for message in walk(state, first):
+            items = list(enumerate(self._items_of_message(message, state)))
             for part, item in reversed(items) if descending else items:
-                at = (message.index, part)
-                if after is None or (at < after if descending else at > after):
+                position = (message.index, part)
+                if after is None or (position < after if descending else position > after):
                     yield item
             num_messages += 1
             if num_messages == records.PAGE_SIZE_MAX:
                 return
 
     async def _forward(
-        self, seen: ConversationItems, first: int | None
+        self, state: ConversationItems, first: int | None
     ) -> AsyncIterator[records.StoredMessage]:
-        async for each in self._stored.messages(seen.conversation, first or 0):
+        async for each in self._history.messages(state.conversation, first or 0):
             yield each
-        for each in seen.waiting:
+        for each in state.pending_messages:
             if first is None or each.index >= first:
                 yield each
 
     async def _backward(
-        self, seen: ConversationItems, first: int | None
+        self, state: ConversationItems, first: int | None
     ) -> AsyncIterator[records.StoredMessage]:
-        for each in reversed(seen.waiting):
+        for each in reversed(state.pending_messages):
             if first is None or each.index <= first:
                 yield each
-        conversation = seen.conversation
+        conversation = state.conversation
         stop = conversation.num_messages if first is None else first + 1
         stop = min(stop, conversation.num_messages)
         while stop > 0:
             start = max(0, stop - WINDOW)
-            window = [each async for each in self._stored.messages(conversation, start, stop)]
+            window = [each async for each in self._history.messages(conversation, start, stop)]
             for each in reversed(window):
                 yield each
             stop = start
 
     async def _item(
-        self, item_id: str, seen: ConversationItems
+        self, item_id: str, state: ConversationItems
     ) -> tuple[records.StoredMessage, dict[str, Any]]:
-        index, _ = _parsed(item_id, seen)
-        conversation = seen.conversation
+        index, _ = _parse_item_id(item_id, state)
+        conversation = state.conversation
         if index < conversation.num_messages:
             found = [
                 each
-                async for each in self._stored.messages(conversation, index, index + 1)
+                async for each in self._history.messages(conversation, index, index + 1)
                 if each.revision <= conversation.revision  # not newer than the state that was read
             ]
         else:
-            found = [each for each in seen.waiting if each.index == index]
+            found = [each for each in state.pending_messages if each.index == index]
         for message in found:
-            for item in self._items_of_message(message, seen):
+            for item in self._items_of_message(message, state):
                 if item["id"] == item_id:
                     return message, item
         raise no_item()
@@ -262,18 +266,24 @@ def no_item() -> NotFound:
     return NotFound("there is no such item in this conversation")
 
 
-def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
+def _parse_item_id(item_id: str, state: ConversationItems) -> tuple[int, int]:
     """Return the index of the item's message, and the number of the item within the message."""
     found = place_of(item_id)
-    if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:
+    if found is None or found[0].tag != state.tag or found[0].number < state.first_number:
         raise no_item()
-    return found[0].number - seen.first_number, found[1]
+    return found[0].number - state.first_number, found[1]
 
 
-def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
+def _is_same(message: records.StoredMessage, other: records.StoredMessage) -> bool:
     """Return whether both are the same message. Revisions are compared only for replies."""
-    is_reply = one.finish_reason is not None
-    return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
+    is_reply = message.finish_reason is not None
+    return (
+        message.role,
+        message.content,
+        message.tool_call_id,
+        message.extra,
+        is_reply and message.revision,
+    ) == (
         *(other.role, other.content, other.tool_call_id, other.extra),
         other.finish_reason is not None and other.revision,
     )
@@ -284,7 +294,7 @@ def _length(message: records.NewMessage) -> int:
     return len(message.content) + (len(str(message.extra)) if message.extra else 0)
 
 
-def _described(conversation: records.StoredConversation) -> dict[str, Any]:
+def _conversation_body(conversation: records.StoredConversation) -> dict[str, Any]:
     return {
         "id": conversation.conversation_id,
         "object": "conversation",
@@ -293,7 +303,7 @@ def _described(conversation: records.StoredConversation) -> dict[str, Any]:
     }
 
 
-def _listed(items: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+def _list_body(items: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
     return {
         "object": "list",
         "data": list(items),

@@ -1,7 +1,7 @@
 """An HTTP request and its answer. The guard uses it as the transport of a call.
 
     reading    `read` receives the body, up to a limit
-    waiting    if the client disconnects, the handler's task is cancelled and `has_left` is set
+    waiting    if the client disconnects, the handler's task is cancelled and `has_disconnected` is set
     answering  a whole answer (`answer`), or a stream of events (`begin_events`, `write`)
     over       `end` calls the functions of `add_done_callback` once
 
@@ -53,24 +53,22 @@ class Exchange:
         for name, value in scope["headers"]:  # the first of several headers with one name counts
             self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
         self.out: dict[str, str] = {}  # headers of the answer
-        self.has_left = False  # the client has disconnected
+        self.has_disconnected = False  # the client has disconnected
         self.num_bytes = 0  # received bytes of the body
         self._body = bytearray()  # the received part of the body
         self._has_body = False  # the whole body was received
         self.received: bytes | None = None  # the whole body, if the request may be forwarded
         # The handler has read chunks of the body. They are not kept, so the request cannot be forwarded.
         self.was_read_in_chunks = False
-        self.forwarding_key = (
-            ""  # drawn by the daemon that forwarded the request; both may execute it
-        )
+        self.forwarding_key = ""  # drawn by the daemon that forwarded the request; may be empty
         self.call: GuardedCall | None = None  # None once an error is being sent
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self.begun = False  # the headers of the answer have been sent
         self.is_stream = False
         self.status = 200  # for an answer that is sent in pieces
-        self._watching: asyncio.Task[None] | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._keep_alive_task: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # held while sending
         self._sent_at = 0.0
 
@@ -88,7 +86,7 @@ class Exchange:
 
     async def read(self) -> bytes:
         while not self._has_body:
-            await self._read_on()
+            await self._read_next()
         body, self._body = bytes(self._body), bytearray()
         return body
 
@@ -99,10 +97,10 @@ class Exchange:
         if declared.isdigit() and len(declared) < 20 and int(declared) > BODY_BYTES_MAX:
             raise _too_large()
         while not self._has_body and self.num_bytes <= SHORT_BODY_BYTES:
-            await self._read_on()
+            await self._read_next()
         return self._has_body
 
-    async def _read_on(self) -> None:
+    async def _read_next(self) -> None:
         chunk = await self._next_chunk()
         self.num_bytes += len(chunk)
         if self.num_bytes > BODY_BYTES_MAX:
@@ -120,7 +118,7 @@ class Exchange:
         self._check_coding()
         event = await self._receive()
         if event["type"] == "http.disconnect":
-            self.has_left = True
+            self.has_disconnected = True
             raise asyncio.CancelledError
         if not event.get("more_body"):
             self._has_body = True
@@ -147,14 +145,16 @@ class Exchange:
     def _watch(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if self._watching is None:
-            self._watching = asyncio.get_running_loop().create_task(self._cancel_when_left(task))
+        if self._watch_task is None:
+            self._watch_task = asyncio.get_running_loop().create_task(
+                self._cancel_on_disconnect(task)
+            )
 
-    async def _cancel_when_left(self, task: asyncio.Task[Any]) -> None:
+    async def _cancel_on_disconnect(self, task: asyncio.Task[Any]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not self.has_left:
-            self.has_left = True
+        if not self.has_disconnected:
+            self.has_disconnected = True
             task.cancel()
 
     async def no_body(self) -> None:
@@ -165,7 +165,7 @@ class Exchange:
 
     def begin_anew(self, headers: Mapping[str, str]) -> None:
         """Reset an answer that has not begun. Keep only `headers`."""
-        self._stop_keeping()
+        self._stop_keep_alive()
         self.is_stream, self.out = False, dict(headers)
 
     def pass_on_head(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
@@ -199,7 +199,7 @@ class Exchange:
         }
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
-        self._keeping = loop.create_task(self._keep_alive())
+        self._keep_alive_task = loop.create_task(self._keep_alive())
 
     def begin_bytes(self, kind: str) -> None:
         """Begin a stream of bytes. The headers are sent with the first bytes.
@@ -235,7 +235,7 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": b""})
 
     async def end_events(self) -> None:
-        self._stop_keeping()
+        self._stop_keep_alive()
         async with self._lock:
             await self._send({"type": "http.response.body", "body": b""})
 
@@ -253,12 +253,12 @@ class Exchange:
             else:
                 await self.write_now(KEEP_ALIVE)
 
-    def _stop_keeping(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
+    def _stop_keep_alive(self) -> None:
+        if self._keep_alive_task is not None:
+            self._keep_alive_task.cancel()
 
     async def end(self) -> None:
-        tasks = [each for each in (self._watching, self._keeping) if each is not None]
+        tasks = [each for each in (self._watch_task, self._keep_alive_task) if each is not None]
         for task in tasks:
             task.cancel()
         for task in tasks:
@@ -277,7 +277,7 @@ def event(value: Mapping[str, Any], name: str = "") -> bytes:
 
 
 def _header(value: str) -> bytes:
-    """Return the value of a header as printable ASCII. A line end in it would start another header."""
+    """Return a header's value as printable ASCII. A line end in the value would start another header."""
     return "".join(each if " " <= each <= "~" else "?" for each in value).encode()
 
 
@@ -298,11 +298,11 @@ def query_of(exchange: Exchange) -> dict[str, str]:
     return found
 
 
-def limit_of(given: str | None, default: int, most: int) -> int:
+def limit_of(given: str | None, default: int, maximum: int) -> int:
     if given is None:
         return default
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):
-        raise Refusal("limit", f"must lie in 1..{most}")
+    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= maximum):
+        raise Refusal("limit", f"must lie in 1..{maximum}")
     return int(given)
 
 

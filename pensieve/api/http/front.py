@@ -63,7 +63,7 @@ class Front:
     def check_host_and_origin(self, exchange: Exchange) -> None:
         host = exchange.headers.get("host", "")
         allowed = self.allowed
-        name = _name_of(host)
+        name = _host_name(host)
         if not (allowed.hosts & {name, "*"} or _is_ip_address(name)):
             raise PermissionDenied(
                 f"the host name {name[:80]!r} is not allowed without tokens: use the daemon's IP "
@@ -136,7 +136,7 @@ class Endpoint:
         try:
             await self._answer(exchange)
         except asyncio.CancelledError:
-            if task.cancelling() and not exchange.has_left:
+            if task.cancelling() and not exchange.has_disconnected:
                 raise  # the daemon stops
             while task.cancelling():  # the client has disconnected, or reads nothing
                 task.uncancel()
@@ -147,9 +147,9 @@ class Endpoint:
         front = self._front
         forwarded: ForwardedRequest | None = exchange.scope.get(FORWARDED)
         call = exchange.call = GuardedCall(
-            *(front.guard, self._kind, _name(exchange), exchange),
+            *(front.guard, self._kind, _call_name(exchange), exchange),
             send_error=partial(self._send_error, exchange),
-            audited=partial(_audited, exchange) if self._is_deletion else None,
+            audited=partial(_audited_call, exchange) if self._is_deletion else None,
         )
         async with call:
             exchange.check_framing()
@@ -168,13 +168,13 @@ class Endpoint:
                 value = await self._handler(exchange, by)
             except OwnedElsewhere as owner:
                 if forwarded is not None:
-                    forwarded.elsewhere = owner  # the forwarding daemon decides what to do
+                    forwarded.owner = owner  # the forwarding daemon decides what to do
                     raise
-                value = await self._forwarded(exchange, by, owner)
+                value = await self._forward_to_owner(exchange, by, owner)
             if value is not None:
                 await exchange.answer(value)
 
-    async def _forwarded(
+    async def _forward_to_owner(
         self, exchange: Exchange, by: Caller, owner: OwnedElsewhere
     ) -> Mapping[str, Any] | None:
         """Let the owner answer. If this daemon has become the owner, answer here."""
@@ -221,7 +221,7 @@ def _host_of(origin: str) -> str:
         return ""
 
 
-def _name(exchange: Exchange) -> str:
+def _call_name(exchange: Exchange) -> str:
     """Return the call's name for logs."""
     return f"/http{ascii(exchange.path[:200])[1:-1]}"
 
@@ -235,13 +235,13 @@ def _authorization(exchange: Exchange) -> str | None:
     return given or None
 
 
-def _audited(exchange: Exchange) -> AuditedCall:
+def _audited_call(exchange: Exchange) -> AuditedCall:
     ids = {name: exchange.values.get(name, "") for name in AUDITED_IDS}
     is_forwarded = FORWARDED in exchange.scope
     return AuditedCall("", is_deletion=True, is_forwarded=is_forwarded, **ids)
 
 
-def _name_of(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the name in a Host header, without the port. A malformed header is returned unchanged."""
     found = HOST.fullmatch(host)
     return (host if found is None else found[1]).lower()
@@ -249,10 +249,10 @@ def _name_of(host: str) -> str:
 
 def own_names(bound: str) -> frozenset[str]:
     """Return the host names of this machine that browsers may use. `bound`: the listening host."""
-    whole = socket.gethostname().lower()
-    label = whole.partition(".")[0]
+    host_name = socket.gethostname().lower()
+    label = host_name.partition(".")[0]
     mdns = f"{label}.local" if label else ""
-    return frozenset({"localhost", whole, label, mdns, bound.lower()}) - {""}
+    return frozenset({"localhost", host_name, label, mdns, bound.lower()}) - {""}
 
 
 def _is_ip_address(name: str) -> bool:

@@ -38,7 +38,7 @@ def request_id_of(exchange: Exchange) -> str:
     return f"key-{digest(key)}" if key else ""
 
 
-def key_reused() -> InvalidArgument:
+def reused_key_error() -> InvalidArgument:
     return InvalidArgument("idempotency-key", "was used before with another request")
 
 

@@ -70,24 +70,24 @@ def serve_http(
     listening = server.listening
     host = listening.http.rpartition(":")[0]
     is_open = not listening.tokens and listening.tls_client_ca is None
-    named = frozenset(each.lower() for each in listening.http_hosts)
-    hosts = own_names(host) | named if is_open else frozenset({"*"})
+    given_names = frozenset(each.lower() for each in listening.http_hosts)
+    hosts = own_names(host) | given_names if is_open else frozenset({"*"})
     is_local = is_loopback(host) and not listening.tokens
     allowed = Allowed(hosts, listening.http_origins, is_local)
     front = Front(server.guard, allowed, server.forward_http)
 
     @cache
-    def make() -> Any:
+    def make_application() -> Any:
         return application(
             *(front, server.daemon, template, style, server.json_methods, server.plugins),
             server.metrics_text if listening.metrics == METRICS_ON_HTTP else None,
         )
 
-    server.http_application = make
+    server.http_application = make_application
     if not listening.http:
         return
     server.other_listeners.append(
-        HttpListener(listening, make, server.guard.audit.certificate_reloaded)
+        HttpListener(listening, make_application, server.guard.audit.certificate_reloaded)
     )
 
 
@@ -102,28 +102,32 @@ def connections_max() -> int:
             soft = allowed
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return CONNECTIONS_MAX
-    most = max(soft - FILES_KEPT, soft // 2)
+    maximum = max(soft - FILES_KEPT, soft // 2)
     log.warning(
         "at most %s connections over HTTP, because the limit of open files is %s."
         " For %s connections, raise the limit to %s (ulimit -n; LimitNOFILE of systemd)",
-        *(f"{each:,}" for each in (most, soft, CONNECTIONS_MAX, wanted)),
+        *(f"{each:,}" for each in (maximum, soft, CONNECTIONS_MAX, wanted)),
     )
-    return most
+    return maximum
 
 
 class HttpListener:
     def __init__(
         self,
         listening: Listening,
-        make: Callable[[], Any],
+        make_application: Callable[[], Any],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`make` is called when the socket opens, and returns the application. `on_reload`: see Reloaded."""
+        """`make_application`: called when the socket opens. `on_reload`: see Reloaded."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
         need("http", "python_multipart", PURPOSE)
-        self._listening, self._make, self._on_reload = listening, make, on_reload
-        self._server: Any = None
+        self._listening, self._make_application, self._on_reload = (
+            listening,
+            make_application,
+            on_reload,
+        )
+        self._quiet_server_class: Any = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
@@ -138,7 +142,7 @@ class HttpListener:
         host = self._listening.http.rpartition(":")[0]
         self.address = f"{host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
-            self._make(),
+            self._make_application(),
             http=protocol(connections_max()),
             ws="none",
             lifespan="off",
@@ -154,8 +158,10 @@ class HttpListener:
             **self._tls(),
         )
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
-        logging.getLogger("uvicorn.error").propagate = False  # it would log input of any client
-        server = self._server = _server(uvicorn)(config)
+        logging.getLogger(
+            "uvicorn.error"
+        ).propagate = False  # uvicorn would log the input of any client
+        server = self._quiet_server_class = _quiet_server_class(uvicorn)(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
         while not server.started and not self._serving.done():
             await asyncio.sleep(0.005)
@@ -175,8 +181,8 @@ class HttpListener:
         return {"ssl_context_factory": lambda config, default: context}
 
     async def close(self) -> None:
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
+        if self._quiet_server_class is not None and self._serving is not None:
+            self._quiet_server_class.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
 
@@ -224,8 +230,8 @@ def tls_context(
                 raise ConfigError(f"cannot use {client_ca}: {_reason(error)}") from error
         return context
 
-    what = "the certificate of HTTP"
-    files = Reloaded(what, (cert, key, client_ca), read, on_reload)
+    name = "the certificate of HTTP"
+    files = Reloaded(name, (cert, key, client_ca), read, on_reload)
 
     class Context(ssl.SSLContext):
         def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
@@ -239,7 +245,7 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _server(uvicorn: Any) -> Any:
+def _quiet_server_class(uvicorn: Any) -> Any:
     class QuietServer(uvicorn.Server):  # type: ignore[misc]
         """A server that leaves signals to the daemon."""
 

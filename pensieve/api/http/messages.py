@@ -5,7 +5,7 @@ new messages are computed (conversations/binding). Counting tokens renders and t
 and stores nothing.
 
 Each answer has the header `request-id`, because clients expect it. Logs have the conversation's id instead,
-which is in another header.
+which is in the header `x-pensieve-conversation-id`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pensieve.api.anthropic.render import (
     ending_of,
     error_body,
     message,
-    stopped_by,
+    stop_string_of,
 )
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.idempotency import client_key_of, digest
 from pensieve.api.http.replies import cache_headers, follow
-from pensieve.api.http.requests import ApiRequests, named
+from pensieve.api.http.requests import ApiRequests, client_field_names
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.request import ParsedRequest
@@ -45,9 +45,9 @@ class MessageEndpoints:
         self._daemon, self._requests = daemon, requests
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        _identify(exchange)
+        _set_request_id(exchange)
         request = await self._requests.read(exchange, by, parse)
-        with named(request):
+        with client_field_names(request):
             if self._requests.is_stored(request):
                 (live,) = await self._requests.begin_bound(exchange, request)
             else:
@@ -62,14 +62,14 @@ class MessageEndpoints:
             self._daemon, exchange, live, None, survives_disconnect=bool(client_key_of(exchange))
         )
         exchange.out |= cache_headers(live.figures)
-        whole = live.whole_reply()
-        pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
-        return message(heading, pieces, whole, live.prompt, self._ending(request, whole, cutter))
+        reply = live.whole_reply()
+        pieces = cutter.whole(zip(reply.parts, reply.texts, strict=True))
+        return message(heading, pieces, reply, live.prompt, self._ending(request, reply, cutter))
 
     async def count_tokens(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        _identify(exchange)
+        _set_request_id(exchange)
         request = await self._requests.read(exchange, by, parse_count)
-        with named(request):
+        with client_field_names(request):
             return {"input_tokens": await self._requests.num_tokens(request)}
 
     async def _stream(
@@ -86,19 +86,19 @@ class MessageEndpoints:
         await follow(
             self._daemon, exchange, live, stream, survives_disconnect=bool(client_key_of(exchange))
         )
-        whole = live.whole_reply()
-        ending = self._ending(request, whole, cutter)
-        await exchange.write_events(stream.end(whole, live.prompt, ending))
+        reply = live.whole_reply()
+        ending = self._ending(request, reply, cutter)
+        await exchange.write_events(stream.end(reply, live.prompt, ending))
         await exchange.end_events()
 
     def _ending(
-        self, request: ParsedRequest, whole: ReplyTokens, cutter: ReplyPieces
+        self, request: ParsedRequest, reply: ReplyTokens, cutter: ReplyPieces
     ) -> MessageEnding:
-        stop = stopped_by(
-            *(whole, self._requests.template.tokenizer, request.sampling.stop),
+        stop = stop_string_of(
+            *(reply, self._requests.template.tokenizer, request.sampling.stop),
             continues_text=request.continues_text,
         )
-        return ending_of(whole.finish, cutter.ends_with_call, stop)
+        return ending_of(reply.finish, cutter.ends_with_call, stop)
 
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:
@@ -113,5 +113,5 @@ def body_of(error: PensieveError) -> Mapping[str, Any]:
     return error_body(shape_of(error).status, text, details)
 
 
-def _identify(exchange: Exchange) -> None:
+def _set_request_id(exchange: Exchange) -> None:
     exchange.out["request-id"] = f"req_{secrets.token_hex(12)}"

@@ -91,7 +91,7 @@ function firstWords(text) {
 async function rename(id, title) {
   await refresh(id);  // another client may have changed or deleted it
   const metadata = { ...conversations.get(id).metadata, title }, headers = { "content-type": "application/json" };
-  await fetched(`/v1/conversations/${encodeURIComponent(id)}`, { method: "POST", headers, body: JSON.stringify({ metadata }) });
+  await fetchChecked(`/v1/conversations/${encodeURIComponent(id)}`, { method: "POST", headers, body: JSON.stringify({ metadata }) });
   await refresh(id);
 }
 
@@ -108,7 +108,7 @@ function drawList() {
   for (const each of shown) {
     const day = dayOf(each.update_time);
     if (!groups.has(day)) groups.set(day, make("ul"));
-    groups.get(day).append(rowDrawn(each.conversation_id));
+    groups.get(day).append(rowNode(each.conversation_id));
   }
   $("list").replaceChildren(...[...groups].map(([day, rows]) => {
     const group = make("section"), head = make("h2", "", day);
@@ -120,20 +120,20 @@ function drawList() {
   if (focused) focusRow(focused.dataset.id, place);
 }
 
-function rowDrawn(id) {
+function rowNode(id) {
   const li = make("li", `${id === current ? "current" : ""}${isRunning(id) ? " runs" : ""}`), title = titleOf(id), open = make("button", "open");
   li.dataset.id = open.dataset.id = id;
   open.title = title;
   const at = results ? title.toLowerCase().indexOf(wanted) : -1;
-  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, EXCERPT / 2)));
-  if (results?.get(id)) open.append(markedDrawn("note", results.get(id)));
+  open.append(at < 0 ? make("span", "", title) : excerptNode("", excerptOf(title, at, wanted.length, EXCERPT / 2)));
+  if (results?.get(id)) open.append(excerptNode("note", results.get(id)));
   open.setAttribute("aria-current", String(id === current));
   if (isRunning(id)) open.append(make("span", "hidden", ", a reply is being written"));
   open.onclick = () => show(id, results?.get(id) ? wanted : "");
   const dots = iconButton("dots", `More for ${title}`, () => openMenu(dots, [
     ["edit", "Rename", () => askName(id)], ["trash", "Delete", () => askDelete(id)],
   ]));
-  dots.classList.add("dots");  // for touch screens, instead of the other two
+  dots.classList.add("dots");  // for touch screens, instead of the other two buttons
   li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)), dots);
   return li;
 }
@@ -150,7 +150,7 @@ async function askDelete(id) {
   const rows = [...document.querySelectorAll("#list li")], at = rows.findIndex(each => each.dataset.id === id);
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
   const turn = turns.get(id);
-  turns.delete(id);  // the deletion ends its reply: this is no interruption
+  turns.delete(id);  // the deletion ends the reply, which is not an interruption
   try { await call("DeleteConversation", { conversation_id: id }); } catch (error) {
     if (!error.deleted && turn) turns.set(id, turn);
     if (!error.deleted) throw error;
@@ -205,20 +205,20 @@ async function search() {
   drawList();
   await new Promise(done => setTimeout(done, 150));  // wait until the user stops typing
   let error = null;
-  const look = async () => {
+  const searchOthers = async () => {
     while (others.length && !signal.aborted && !error) {
       const id = others.shift();
       try {
         const text = await textOf(id, signal), at = text.toLowerCase().indexOf(wanted);
         if (signal.aborted || (at < 0 && !results.delete(id))) continue;
-        if (at >= 0) results.set(id, unmarked(excerptOf(text, at, wanted.length)));
+        if (at >= 0) results.set(id, withoutEmphasis(excerptOf(text, at, wanted.length)));
         drawList();
       } catch (caught) { if (caught.status !== 404) error = caught; }
     }
   };
-  await Promise.all(Array.from({ length: SEARCHES }, look));
+  await Promise.all(Array.from({ length: SEARCHES }, searchOthers));
   if (signal.aborted) return;
-  const count = counted(results.size, "conversation"), older = nextPage ? ` Searched the newest ${ids.length}.` : "";
+  const count = countText(results.size, "conversation"), older = nextPage ? ` Searched the newest ${ids.length}.` : "";
   $("found").textContent = error ? `Not all messages were searched: ${wordsOf(error)}` : `${count} found.${older}`;
 }
 
@@ -226,7 +226,7 @@ async function textOf(id, signal) {
   const revision = conversations.get(id)?.revision, kept = texts.get(id);
   if (kept && kept.revision === revision) return kept.text;
   let text = "";
-  for await (const part of paged("ListMessages", { conversation_id: id, page_size: 500 }, signal)) {
+  for await (const part of pagesOf("ListMessages", { conversation_id: id, page_size: 500 }, signal)) {
     for (const each of part.messages || []) if (each.role !== "ROLE_SYSTEM") text += `${each.content || ""}\n`;
     if (text.length > SEARCHED_MAX) break;
   }
@@ -246,12 +246,12 @@ function excerptOf(text, at, length, most = EXCERPT) {
 }
 
 // Return an excerpt without the asterisks of emphasis, which are at the start or the end of a word.
-function unmarked({ before, found, after }) {
+function withoutEmphasis({ before, found, after }) {
   const plain = text => text.replace(/(?<![^\s…])\*+(?=[^\s*])|(?<=[^\s*])\*+(?=[\s.,:;!?]|$)/g, "");
   return { before: plain(before), found: plain(found), after: plain(after) };
 }
 
-function markedDrawn(cls, { before, found, after }) {
+function excerptNode(cls, { before, found, after }) {
   const line = make("span", cls);
   line.append(before, make("mark", "", found), after);
   return line;
@@ -294,7 +294,7 @@ function begin() {
 
 async function messagesOf(id) {
   const found = [];
-  for await (const part of paged("ListMessages", { conversation_id: id, page_size: 500 })) found.push(...(part.messages || []));
+  for await (const part of pagesOf("ListMessages", { conversation_id: id, page_size: 500 })) found.push(...(part.messages || []));
   return found;
 }
 
@@ -346,14 +346,14 @@ function drawHeading() {
 
 function drawLog() {
   const log = $("log");
-  log.replaceChildren(...messages.map(messageDrawn));
+  log.replaceChildren(...messages.map(messageNode));
   log.append(...(turns.get(current)?.boxes || []));
-  if (!log.children.length) log.append(current ? make("p", "note", "This conversation has no messages yet.") : welcomeDrawn());
+  if (!log.children.length) log.append(current ? make("p", "note", "This conversation has no messages yet.") : welcomeNode());
   labelAgain();
   noticeScroll();
 }
 
-function welcomeDrawn() {
+function welcomeNode() {
   const box = make("div", "welcome"), logo = make("span", "logo"), list = make("ul", "examples");
   logo.setAttribute("aria-hidden", "true");
   logo.append(make("i", "d"), make("i", "b"), make("i", "h"), make("i", "hole"));
@@ -375,10 +375,10 @@ function welcomeDrawn() {
 
 const NAMES = { ROLE_USER: "You", ROLE_SYSTEM: "System prompt", ROLE_TOOL: "Tool result", ROLE_ASSISTANT: "Reply" };
 
-function messageDrawn(message) {
+function messageNode(message) {
   const isMine = message.role === "ROLE_USER", isReply = message.role === "ROLE_ASSISTANT";
   const box = make("article", isMine ? "user" : isReply ? "reply" : "system");
-  if (!isMine && !isReply) { box.append(foldedDrawn(NAMES[message.role], message.content)); return box; }
+  if (!isMine && !isReply) { box.append(foldedNode(NAMES[message.role], message.content)); return box; }
   const body = make("div", "body"), acts = make("div", "acts");
   box.append(make("h2", "hidden", NAMES[message.role]), body);
   fill(body, message);
@@ -388,8 +388,8 @@ function messageDrawn(message) {
   }
   if (ENDINGS[message.finish_reason]) box.append(make("p", "ended", ENDINGS[message.finish_reason]));
   const cost = costs.get(`${current}/${message.revision}`);
-  if (cost && isReply) box.append(costDrawn(cost));
-  const copy = iconButton("copy", isMine ? "Copy message" : "Copy reply", () => copied(copy, textIn(message)));
+  if (cost && isReply) box.append(costNode(cost));
+  const copy = iconButton("copy", isMine ? "Copy message" : "Copy reply", () => copyText(copy, textIn(message)));
   acts.append(copy);
   if (message.revision) {  // messages that the conversation was created with cannot be removed
     const before = revisionBefore(message), after = Number(message.revision);
@@ -420,7 +420,7 @@ function revisionBefore(message) {
   return Number(earlier?.revision || 0);
 }
 
-function foldedDrawn(name, text) {
+function foldedNode(name, text) {
   const fold = make("details", "system");
   fold.append(make("summary", "", name), make("p", "", text || ""));
   return fold;
@@ -443,12 +443,12 @@ function fill(body, message) {
   if (!text) { text = make("div", "text"); body.replaceChildren(text); }
   if (thought && !fold) { fold = make("details", "thinking"); fold.append(make("summary", "", "Thinking"), ""); body.prepend(fold); }
   if (fold) fold.lastChild.textContent = thought;
-  if (isWaiting && !body.querySelector(".waiting")) body.append(waitingDrawn());
+  if (isWaiting && !body.querySelector(".waiting")) body.append(waitingNode());
   if (!isWaiting) body.querySelector(".waiting")?.remove();
   markdown(text, content);
 }
 
-function waitingDrawn() {
+function waitingNode() {
   const dots = make("span", "waiting");
   dots.append(make("i"), make("i"), make("i"), make("span", "hidden", "Waiting for the reply"));
   return dots;
@@ -458,13 +458,13 @@ function waitingDrawn() {
 
 // Send a message to the current conversation, or to a new one.
 function send(text) {
-  const request = { id: crypto.randomUUID(), text, sampling: samplingSet() };
-  say({ id: current || `page-${crypto.randomUUID()}`, request, isFresh: !current, title: firstWords(text) });
+  const request = { id: crypto.randomUUID(), text, sampling: givenSampling() };
+  runTurn({ id: current || `page-${crypto.randomUUID()}`, request, isFresh: !current, title: firstWords(text) });
 }
 
-// Send an example in a new conversation. The draft in the message field stays the draft of the next one.
+// Send an example in a new conversation. The draft in the message field is kept for the next new conversation.
 function sendExample(text) {
-  try { idle(); send(text); } catch (error) {
+  try { requireIdle(); send(text); } catch (error) {
     if (!$("text").value) returnText(text, "");
     problem(error);
   }
@@ -472,7 +472,7 @@ function sendExample(text) {
 
 // Send a turn's message and draw the reply as it streams. If it is sent again, the daemon runs the turn only once.
 // `isShown`: also show its conversation.
-async function say(turn, isShown = true) {
+async function runTurn(turn, isShown = true) {
   const { id, request } = turn;
   for (const each of turns.get(id)?.boxes || []) each.remove();  // an interrupted turn
   turn.isRunning = true;
@@ -497,7 +497,7 @@ async function say(turn, isShown = true) {
 
 function drawTurn(turn) {
   const question = { role: "ROLE_USER", content: turn.request.text, isRunning: true };
-  turn.boxes = [question, { ...turn.reply, isRunning: true }].map(messageDrawn);
+  turn.boxes = [question, { ...turn.reply, isRunning: true }].map(messageNode);
   turns.set(turn.id, turn);
 }
 
@@ -536,7 +536,7 @@ async function stream({ id, request, reply, boxes }) {
   const body = boxes[1].querySelector(".body");
   let isDrawn = true, isComplete = false;
   const drawn = () => { isDrawn = true; const isAtEnd = atEnd(); fill(body, reply); if (isAtEnd) $("log").scrollTop = $("log").scrollHeight; };
-  for await (const each of events(await posted("SendMessage", value))) {
+  for await (const each of events(await post("SendMessage", value))) {
     if (each.error) {
       await refresh(id).catch(gone => { if (gone.deleted) throw gone; });  // a deletion ends the reply, too
       throw new Failed(each, 200);
@@ -566,7 +566,7 @@ async function finish({ id, boxes, isFresh }) {
     const added = found.slice(messages.length);
     messages.push(...added);
     for (const each of boxes) each.remove();
-    $("log").append(...added.map(messageDrawn));
+    $("log").append(...added.map(messageNode));
   } else {
     messages = found;
     drawLog();
@@ -586,9 +586,9 @@ async function fail(turn, error) {
   const isRefused = error.status >= 400 || isTooLong || !conversations.has(id), title = titleOf(id), isShown = current === id;
   if (error.deleted) { problem(error); announce(""); focusText(id); return; }
   const again = () => {
-    idle();
+    requireIdle();
     takeText(request.text);
-    say({ ...turn, request: { ...request, id: crypto.randomUUID() } });
+    runTurn({ ...turn, request: { ...request, id: crypto.randomUUID() } });
   };
   if (isRefused) {
     dropTurn(id);
@@ -614,7 +614,7 @@ function drawInterrupted(turn) {
   turn.reply.isRunning = false;
   box.classList.remove("running");
   fill(box.querySelector(".body"), turn.reply);
-  box.append(problemDrawn(`The reply was interrupted. ${turn.reason}`, () => { idle(); say(turn); }));
+  box.append(problemNode(`The reply was interrupted. ${turn.reason}`, () => { requireIdle(); runTurn(turn); }));
 }
 
 // Send the text of the message field. The text of an interrupted turn is a retry, not a second message.
@@ -623,13 +623,13 @@ async function sendComposed() {
   const text = $("text").value.trim(), turn = turns.get(current);
   if (!text) return;
   try {
-    idle();
+    requireIdle();
     if (turn?.request.text !== text && !await mayRemoveTurn()) return;
-    idle();
+    requireIdle();
   } catch (error) { problem(error); return; }
   if ($("text").value.trim() !== text) return;  // the text was sent or changed meanwhile
   takeText($("text").value);
-  if (turn?.request.text === text) say(turn); else send(text);
+  if (turn?.request.text === text) runTurn(turn); else send(text);
 }
 
 // Ask before another message removes an interrupted turn. If the daemon has stored the turn meanwhile, show it instead,
@@ -642,7 +642,7 @@ async function mayRemoveTurn() {
   return await ask({ title: "Send another message?", note, yes: "Remove and send", isDanger: true }) && current === id;
 }
 
-// -- turns: the tab keeps those that run or were interrupted, so that they survive a reload --
+// -- turns: the tab keeps turns that run or were interrupted, so that they survive a reload --
 
 let isLeaving = false;  // the browser ends the replies of a page that is left: these turns are not interrupted
 
@@ -661,7 +661,7 @@ function isStored({ request, numAsked }, found) {
   return questionsIn(found).slice(numAsked).some(each => each.content === request.text);
 }
 
-// Draw the turns that an earlier page of this tab has left. They do not run yet.
+// Draw the turns that the tab kept when the page was left. They do not run yet.
 function restoreTurns() {
   for (const key of Object.keys(sessionStorage).filter(each => each.startsWith("turn/"))) {
     const turn = JSON.parse(sessionStorage.getItem(key));
@@ -672,13 +672,13 @@ function restoreTurns() {
   }
 }
 
-// Send the messages again whose replies were being written when the page was left. The daemon continues these turns.
+// If a reply was being written when the page was left, send its message again. The daemon continues this turn.
 async function resumeTurns(shown) {
   for (const turn of [...turns.values()].filter(each => each.isLeft)) {
     turn.isLeft = false;
     const found = await messagesOf(turn.id).catch(() => []);
-    if (!isStored(turn, found)) say(turn, turn.id === (current || shown));
-    else if (current === turn.id) await show(turn.id);  // it drops the turn
+    if (!isStored(turn, found)) runTurn(turn, turn.id === (current || shown));
+    else if (current === turn.id) await show(turn.id);  // `show` drops the turn
     else dropTurn(turn.id);
   }
 }
@@ -722,17 +722,17 @@ function focusText(id) {
 }
 
 function drawComposer() {
-  const is = isRunning(current);
-  $("send").hidden = is;
+  const runs = isRunning(current);
+  $("send").hidden = runs;
   $("send").disabled = isLoading();
   $("send").title = isLoading() ? "You can send when the model is loaded" : "Send (Enter)";
-  $("stop").hidden = !is;
-  $("log").setAttribute("aria-busy", String(is));
-  $("keys").textContent = is ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
+  $("stop").hidden = !runs;
+  $("log").setAttribute("aria-busy", String(runs));
+  $("keys").textContent = runs ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
 }
 
 // Raise an error if no message can be sent now.
-function idle() {
+function requireIdle() {
   if (isLoading()) throw new Error("The model is loading. Your message stays here until you can send it.");
   if (linked) throw new Error("This conversation is loading. Your message stays here until you can send it.");
   if (isRunning(current)) throw new Error("A reply is being written. Stop it first.");
@@ -744,13 +744,13 @@ const noticeScroll = () => { $("latest").hidden = atEnd(); };
 
 // -- edits, further replies, forks --
 
-async function rewound(to) {
+async function rewindAndShow(to) {
   await call("RewindConversation", { conversation_id: current, to_revision: to });
   await show(current);
 }
 
 async function edit(message, before, box) {
-  idle();
+  requireIdle();
   document.querySelector(".edit")?.remove();
   const form = make("form", "edit"), label = make("label", "", "Edit message (later messages will be removed)");
   const field = make("textarea"), cancel = make("button", "", "Cancel"), opener = document.activeElement;
@@ -765,13 +765,13 @@ async function edit(message, before, box) {
     const text = field.value.trim();
     if (!text) return;
     try {
-      idle();
+      requireIdle();
       const id = current, may = await mayRemoveTurn();
       if (may === "stored") returnText(text, id);  // the stored reply is shown now, and would be removed without a question
       if (may !== true) return;
-      idle();
+      requireIdle();
       const isNamed = conversations.get(current)?.metadata?.title === firstWords(message.content || "");
-      await rewound(before);
+      await rewindAndShow(before);
       if (isNamed) await rename(current, firstWords(text));
       send(text);
     } catch (error) { problem(error); }
@@ -784,17 +784,17 @@ async function edit(message, before, box) {
 }
 
 async function replyAgain(message, before) {
-  idle();
+  requireIdle();
   const question = messages.slice(0, messages.indexOf(message)).findLast(each => each.role === "ROLE_USER");
   if (!question) return;
   const later = messages.length - 1 - messages.indexOf(message) + (turns.has(current) ? 2 : 0);  // an interrupted turn is later, too
   if (later) {
-    const note = `${counted(later, "later message")} will be removed. You cannot undo this.`;
+    const note = `${countText(later, "later message")} will be removed. You cannot undo this.`;
     if (!await ask({ title: "Write another reply?", note, yes: "Remove and write", isDanger: true })) return;
-    idle();
+    requireIdle();
     if (!messages.includes(message)) return;  // another conversation was opened meanwhile
   }
-  await rewound(before);
+  await rewindAndShow(before);
   send(question.content);
 }
 
@@ -807,7 +807,7 @@ async function fork(at) {
   announce(`New conversation: ${metadata.title}`);
 }
 
-function exportShown() {
+function exportConversation() {
   const roles = { ROLE_USER: "user", ROLE_ASSISTANT: "assistant", ROLE_SYSTEM: "system", ROLE_TOOL: "tool" };
   const plain = messages.map(each => ({ role: roles[each.role], content: each.content || "" }));
   const blob = new Blob([`${JSON.stringify({ id: current, messages: plain })}\n`], { type: "application/jsonl" });
@@ -822,7 +822,7 @@ function exportShown() {
 
 const settings = JSON.parse(localStorage.getItem("settings") || "{}");  // temperature, length, system: only those that the user has set
 
-function samplingSet() {
+function givenSampling() {
   const sampling = {};
   if (settings.temperature !== undefined) sampling.temperature = settings.temperature;
   if (settings.length !== undefined) sampling.max_tokens = settings.length;
@@ -832,7 +832,7 @@ function samplingSet() {
 function drawSettings() {
   const used = [];
   if (settings.temperature !== undefined) used.push(`temperature ${settings.temperature}`);
-  if (settings.length !== undefined) used.push(`at most ${counted(settings.length)}`);
+  if (settings.length !== undefined) used.push(`at most ${countText(settings.length)}`);
   const isNew = !current || turns.get(current)?.isFresh;
   if (isNew ? settings.system : messages.some(each => each.role === "ROLE_SYSTEM")) used.push("system prompt");
   const text = used.join(" · ");
@@ -878,12 +878,13 @@ function saveSettings() {
 
 // -- sidebar and memory drawer --
 
-// In a wide window, the sidebar is beside the chat; in a roomy one, the memory drawer is, too. In a spacious one, it opens by itself.
+// In a wide window, the sidebar is beside the chat. In a roomy window, the memory drawer is, too. In a spacious window,
+// the drawer opens by itself.
 const WIDE = matchMedia("(min-width: 62.01rem)"), ROOMY = matchMedia("(min-width: 75.01rem)"), SPACIOUS = matchMedia("(min-width: 90rem)");
 const isWide = () => WIDE.matches;
 
-function openSidebar(is) {
-  const isOver = is && !isWide(), wasOpen = $("sidebar").classList.contains("opened");
+function openSidebar(isOpen) {
+  const isOver = isOpen && !isWide(), wasOpen = $("sidebar").classList.contains("opened");
   $("sidebar").classList.toggle("opened", isOver);
   $("sidebar-open").setAttribute("aria-expanded", String(isOver));
   if (isOver) openMemory(false);
@@ -891,28 +892,28 @@ function openSidebar(is) {
   if (isOver) { $("sidebar-close").focus(); scrollToRow(); } else if (wasOpen) $("sidebar-open").focus();
 }
 
-function openMemory(is) {
+function openMemory(isOpen) {
   const wasOpen = !$("memory").hidden;
-  $("memory").hidden = !is;
-  $("memory-open").setAttribute("aria-expanded", String(is));
-  if (is && !isWide()) openSidebar(false);
+  $("memory").hidden = !isOpen;
+  $("memory-open").setAttribute("aria-expanded", String(isOpen));
+  if (isOpen && !isWide()) openSidebar(false);
   drawShade();
-  if (!ROOMY.matches && is) $("memory-close").focus(); else if (!ROOMY.matches && wasOpen) $("memory-open").focus();
+  if (!ROOMY.matches && isOpen) $("memory-close").focus(); else if (!ROOMY.matches && wasOpen) $("memory-open").focus();
 }
 
-// While the sidebar or the drawer covers the chat, only it can have the focus.
+// While the sidebar or the drawer covers the chat, the chat cannot have the focus.
 function drawShade() {
   const isOver = (!isWide() && $("sidebar").classList.contains("opened")) || (!ROOMY.matches && !$("memory").hidden);
   $("shade").hidden = !isOver;
   $("chat").inert = isOver;
 }
 
-function toggleMemory(is) {
+function toggleMemory(isOpen) {
   const isAtEnd = atEnd();
-  openMemory(is);
+  openMemory(isOpen);
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
-  localStorage.setItem("memory", is ? "open" : "closed");
-  if (!is) $("memory-open").focus();
+  localStorage.setItem("memory", isOpen ? "open" : "closed");
+  if (!isOpen) $("memory-open").focus();
 }
 
 const closeDrawers = () => { openSidebar(false); if (!ROOMY.matches) openMemory(false); };
@@ -920,7 +921,7 @@ const closeDrawers = () => { openSidebar(false); if (!ROOMY.matches) openMemory(
 // -- the state of the connection --
 
 // Load what the page shows, unless it is up to date. While the model is loading, the daemon does not list conversations.
-async function connected() {
+async function onConnect() {
   const wasLost = !$("banner").hidden;
   if (isListed && !wasLost) return;
   await describe();
@@ -936,13 +937,13 @@ async function connected() {
   if (wasLost) announce("Connected again");
   const id = linked;
   linked = "";
-  const isReady = id && (conversations.has(id) || !turns.get(id)?.isLeft);  // its first turn may have been left before it was created
+  const isReady = id && (conversations.has(id) || !turns.get(id)?.isLeft);  // the page may have been left before it created this conversation
   if (isReady && !current) await show(id); else if (!current) openDraft("");
   scrollToRow();
   await resumeTurns(id);
 }
 
-function disconnected(error) {
+function onDisconnect(error) {
   drawBanner(error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`, true);
 }
 
@@ -957,12 +958,12 @@ function drawBanner(text, isBad = false) {
 async function describe() {
   const { model: modelBefore } = server;
   ({ server } = await call("GetServerInfo", {}));
-  const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
+  const context = number(server.context_max_tokens), size = context ? ` · context of ${countText(context)}` : "";
   const model = server.model.split("/").at(-1);  // of a path or of a name at the hub
   $("server").title = server.model;
   $("server").replaceChildren(model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
   $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${model}`;
-  if (server.model !== modelBefore) document.querySelector(".welcome")?.replaceWith(welcomeDrawn());
+  if (server.model !== modelBefore) document.querySelector(".welcome")?.replaceWith(welcomeNode());
   drawComposer();
 }
 
@@ -983,10 +984,10 @@ $("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log
 $("new").onclick = $("new-narrow").onclick = () => { linked = ""; begin(); };
 $("search").oninput = search;
 $("more").onclick = () => load(true).catch(problem);
-$("export").onclick = exportShown;
+$("export").onclick = exportConversation;
 $("settings-open").onclick = $("settings-used").onclick = openSettings;
 $("menu-open").onclick = () => openMenu($("menu-open"), [
-  ...(messages.length ? [["export", "Export conversation", exportShown]] : []), ["settings", "Settings", openSettings],
+  ...(messages.length ? [["export", "Export conversation", exportConversation]] : []), ["settings", "Settings", openSettings],
 ]);
 $("sidebar-open").onclick = () => openSidebar(true);
 $("sidebar-close").onclick = () => openSidebar(false);
@@ -1011,7 +1012,7 @@ async function start() {
   restoreTurns();
   begin();
   openDraft(linked);
-  try { await connected(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon
+  try { await onConnect(); } catch (error) { if (!(error instanceof Lost)) problem(error); }  // `watch` tells about a lost daemon
   watch();
 }
 

@@ -21,7 +21,7 @@ FILES = (
     *("page.html", "page.css"),
     *("page_base.js", "page_markdown.js", "page_memory.js", "page.js"),  # in this order
 )
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5  # between two pictures
 SHOWN_MAX = 64  # conversations in a picture
 WATCHERS_MAX = 64  # watchers per tenant
 WATCHERS_OF_ALL_MAX = 256
@@ -85,17 +85,17 @@ class MemoryEndpoints:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _picture(self, tenant: str) -> dict[str, Any]:
-        drawing = self._pictures.get(tenant)
-        if drawing is None:
-            drawing = asyncio.get_running_loop().create_task(self._drawn(tenant))
-            self._pictures[tenant] = drawing
-            drawing.add_done_callback(lambda _: self._pictures.pop(tenant, None))
-        return await asyncio.shield(drawing)
+        task = self._pictures.get(tenant)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._draw(tenant))
+            self._pictures[tenant] = task
+            task.add_done_callback(lambda _: self._pictures.pop(tenant, None))
+        return await asyncio.shield(task)
 
-    async def _drawn(self, tenant: str) -> dict[str, Any]:
+    async def _draw(self, tenant: str) -> dict[str, Any]:
         prefix = f"{tenant}/" if tenant else ""
         try:
-            drawn = await self._daemon.engine.query(
+            picture = await self._daemon.engine.query(
                 lambda number: Picture(number, SHOWN_MAX, prefix)
             )
             stats = await self._daemon.stats()
@@ -103,7 +103,7 @@ class MemoryEndpoints:
             return {"problem": error.reason, "conversations": [], "figures": {}}
         names = ("id", "tokens", "running", "left_out", "strip")
         return {
-            "conversations": [dict(zip(names, row, strict=True)) for row in drawn.rows],
+            "conversations": [dict(zip(names, row, strict=True)) for row in picture.rows],
             "figures": {name: stats.figures[name] for name in FIGURES if name in stats.figures},
         }
 

@@ -47,13 +47,13 @@ function openMenu(opener, items) {
 
 function setIcon(button, name) { button.querySelector("use").setAttribute("href", `#i-${name}`); }
 
-// Have screen readers read a text. It is cleared first, so that they read the same text again.
+// Have screen readers read a text. The old text is cleared first, so that they also read a repeated text.
 function announce(text) {
   $("said").textContent = "";
   setTimeout(() => { $("said").textContent = text; }, 50);
 }
 
-async function copied(button, text) {
+async function copyText(button, text) {
   if (navigator.clipboard) await navigator.clipboard.writeText(text);
   else copyBySelection(text);
   setIcon(button, "check");
@@ -86,7 +86,7 @@ class Lost extends Error {
   constructor() { super("The daemon does not answer. Check that pensieve serve is running."); }
 }
 
-function lost(error) { throw error.name === "AbortError" ? error : new Lost(); }
+function throwLost(error) { throw error.name === "AbortError" ? error : new Lost(); }
 
 // Return an error as a sentence, with advice if a message did not fit the context of conversation `id`.
 function wordsOf(error, id = current) {
@@ -99,14 +99,14 @@ function wordsOf(error, id = current) {
   return `${text.replace(/\b\d{4,}\b/g, digits => Number(digits).toLocaleString("en"))}. ${advice}`;
 }
 
-async function fetched(path, options = {}) {
+async function fetchChecked(path, options = {}) {
   const headers = { ...options.headers, ...(token ? { authorization: `Bearer ${token}` } : {}) };
-  const answer = await fetch(path, { ...options, headers }).catch(lost);
+  const answer = await fetch(path, { ...options, headers }).catch(throwLost);
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => null);
   if (answer.status === 401) {
     asking = asking || askToken().finally(() => { asking = null; });  // one dialog for all waiting calls
-    if (await asking) return fetched(path, options);
+    if (await asking) return fetchChecked(path, options);
   }
   throw new Failed(body, answer.status);
 }
@@ -119,21 +119,21 @@ async function askToken() {
 }
 
 // Call the daemon. If the conversation does not exist any more, the error has its id as `deleted`.
-async function posted(method, value, signal) {
+async function post(method, value, signal) {
   const headers = { "content-type": "application/json" }, id = value.conversation_id;
   try {
-    return await fetched(`/pensieve.v1.ConversationService/${method}`, { method: "POST", signal, headers, body: JSON.stringify(value) });
+    return await fetchChecked(`/pensieve.v1.ConversationService/${method}`, { method: "POST", signal, headers, body: JSON.stringify(value) });
   } catch (error) {
     if (error.code === "not_found" && method === "GetConversation") error.deleted = id;
-    else if (error.code === "not_found" && id) await call("GetConversation", { conversation_id: id });  // or only a message is missing
+    else if (error.code === "not_found" && id) await call("GetConversation", { conversation_id: id });  // no error here: only something in the conversation is missing
     throw error;
   }
 }
 
-const call = async (method, value, signal) => (await posted(method, value, signal)).json();
+const call = async (method, value, signal) => (await post(method, value, signal)).json();
 
 // Yield the pages of a list, at most `pages` of them.
-async function* paged(method, value, signal, pages = Infinity) {
+async function* pagesOf(method, value, signal, pages = Infinity) {
   let at = "";
   do {
     const part = await call(method, { ...value, page_token: at }, signal);
@@ -146,7 +146,7 @@ async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read().catch(lost);
+    const { done, value } = await reader.read().catch(throwLost);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -186,7 +186,7 @@ const problems = () => document.querySelectorAll("#log > .problem");
 // Show an error in the log, with a button if a retry may help. It replaces an earlier error with the same words.
 // If a conversation was deleted elsewhere, the page forgets it.
 function problem(error, retry) {
-  const box = problemDrawn(wordsOf(error), error.deleted ? null : retry);
+  const box = problemNode(wordsOf(error), error.deleted ? null : retry);
   if (error.deleted) forget(error.deleted);
   for (const each of problems()) if (each.firstChild.textContent === box.firstChild.textContent) each.remove();
   box.append(iconButton("close", "Dismiss", () => box.remove()));
@@ -194,7 +194,7 @@ function problem(error, retry) {
   box.scrollIntoView({ block: "nearest" });
 }
 
-function problemDrawn(words, retry) {
+function problemNode(words, retry) {
   const box = make("div", "problem");
   box.setAttribute("role", "alert");
   box.append(make("p", "", words));

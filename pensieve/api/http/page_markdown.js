@@ -1,7 +1,7 @@
 // Convert Markdown to DOM nodes. Text never becomes markup: every string is set as the text of a node. Links may
 // have only the schemes http and https.
 
-const NESTED_MAX = 6;  // levels of quotes and lists; deeper ones are plain text
+const NESTED_MAX = 6;  // levels of quotes and lists; deeper levels are plain text
 const TABLE_RULE_MAX = 500;  // characters of a line, because TABLE_RULE takes quadratic time
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(\S.*)$/;
@@ -101,7 +101,7 @@ const COLOURS = new Map(Object.entries(REMARKS).flatMap(([remark, languages]) =>
 }));
 for (const language of ["htm", "html", "svelte", "svg", "vue", "xml"]) COLOURS.set(language, MARKUP);
 
-function coloured(text, language) {
+function colouredCode(text, language) {
   const node = make("code"), colours = COLOURS.get(language);
   let at = 0;
   for (const found of colours ? text.matchAll(colours) : []) {
@@ -118,22 +118,22 @@ const NODES = {
     const [, fence, language] = FENCE.exec(lines[0]), isClosed = lines.length > 1 && closes(lines.at(-1), fence);
     const text = lines.slice(1, isClosed ? -1 : undefined).join("\n");
     const figure = make("figure", "code"), caption = make("figcaption"), pre = make("pre");
-    const copy = iconButton("copy", "Copy code", () => copied(copy, text));
+    const copy = iconButton("copy", "Copy code", () => copyText(copy, text));
     caption.append(make("span", "", language || "text"), copy);
     pre.tabIndex = 0;
-    pre.append(coloured(text, language.toLowerCase()));
+    pre.append(colouredCode(text, language.toLowerCase()));
     figure.append(caption, pre);
     return figure;
   },
   heading(lines) {
     const [, marks, text] = HEADING.exec(lines[0]), node = make(`h${Math.min(marks.length + 2, 6)}`);
-    inline(node, text.trimEnd().replace(/\s#+$/, ""));
+    appendInline(node, text.trimEnd().replace(/\s#+$/, ""));
     return node;
   },
   rule: () => make("hr"),
   quote(lines, depth) {
     const node = make("blockquote");
-    nested(node, lines.map(line => QUOTE.exec(line)[1]), depth);
+    appendBlocks(node, lines.map(line => QUOTE.exec(line)[1]), depth);
     return node;
   },
   table(lines) {
@@ -141,7 +141,7 @@ const NODES = {
     const aligned = cellsOf(lines[1]).map(each => (/^:.*:$/.test(each) ? "center" : each.endsWith(":") ? "right" : ""));
     const row = (line, tag) => {
       const tr = make("tr"), cells = cellsOf(line);
-      aligned.forEach((cls, n) => { const cell = make(tag, cls); inline(cell, cells[n] || ""); tr.append(cell); });
+      aligned.forEach((cls, n) => { const cell = make(tag, cls); appendInline(cell, cells[n] || ""); tr.append(cell); });
       return tr;
     };
     head.append(row(lines[0], "th"));
@@ -162,19 +162,19 @@ const NODES = {
     for (const item of items) {
       const li = make("li", /^\[[ xX]\] /.test(item.lines[0]) ? "task" : "");
       item.lines[0] = item.lines[0].replace(/^\[([ xX])\] /, (all, mark) => (mark === " " ? "☐ " : "☑ "));
-      nested(li, item.lines, depth);
+      appendBlocks(li, item.lines, depth);
       node.append(li);
     }
     return node;
   },
   paragraph(lines) {
     const node = make("p");
-    lines.forEach((line, n) => { if (n) node.append(make("br")); inline(node, line.trimEnd()); });
+    lines.forEach((line, n) => { if (n) node.append(make("br")); appendInline(node, line.trimEnd()); });
     return node;
   },
 };
 
-function nested(into, lines, depth) {
+function appendBlocks(into, lines, depth) {
   const blocks = depth < NESTED_MAX ? blocksOf(lines.join("\n")) : [{ kind: "paragraph", lines }];
   const isLine = blocks.length && blocks[0].kind === "paragraph" && blocks.slice(1).every(each => each.kind === "list");
   if (isLine) into.append(...NODES.paragraph(blocks.shift().lines).childNodes);
@@ -196,27 +196,27 @@ const INLINE = new RegExp([
   /(<br ?\/?>)/,
 ].map(each => each.source).join("|"), "g");
 
-function inline(into, text) {
+function appendInline(into, text) {
   let at = 0;
   for (const found of text.matchAll(INLINE)) {
-    const [all, escaped, , code, both, strong, em, em2, gone, label, address, bracketed, bare, newLine] = found;
+    const [all, escaped, , code, both, strong, em, em2, struck, label, address, bracketed, bare, newLine] = found;
     into.append(text.slice(at, found.index));
     at = found.index + all.length;
     if (escaped) into.append(escaped);
     else if (code) into.append(make("code", "", code.length > 2 ? code.replace(/^ (.*) $/, "$1") : code));
-    else if (both) into.append(within("strong", `*${both}*`));
-    else if (strong) into.append(within("strong", strong));
-    else if (em || em2) into.append(within("em", em || em2));
-    else if (gone) into.append(within("s", gone));
+    else if (both) into.append(inlineNode("strong", `*${both}*`));
+    else if (strong) into.append(inlineNode("strong", strong));
+    else if (em || em2) into.append(inlineNode("em", em || em2));
+    else if (struck) into.append(inlineNode("s", struck));
     else if (newLine) into.append(make("br"));
     else into.append(link(label || bracketed || bare, address || bracketed || bare));
   }
   into.append(text.slice(at));
 }
 
-function within(tag, text) {
+function inlineNode(tag, text) {
   const node = make(tag);
-  inline(node, text);
+  appendInline(node, text);
   return node;
 }
 

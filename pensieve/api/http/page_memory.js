@@ -7,14 +7,14 @@ const PULSES = 60;  // pictures in the graph; there are two per second
 const RECONNECT_SECONDS = 2;
 const pulses = [], explained = $("explained");
 const strips = new Map();  // where the chunks of conversations are, by id
-let figuresBefore = null, opened = null, isPictured = false;
+let figuresBefore = null, opened = null /* the conversation whose history is shown */, isPictured = false;
 
 // -- what a reply cost --
 
 const number = value => Number(value || 0);
-const counted = (count, noun = "token") => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const countText = (count, noun = "token") => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const seconds = value => (number(value) < 0.1 ? `${Math.round(1000 * number(value))} ms` : `${number(value).toFixed(2)} s`);
-const percentDrawn = share => make(share ? "b" : "span", "", `${share}\u00a0%`);
+const percentNode = share => make(share ? "b" : "span", "", `${share}\u00a0%`);
 
 // Return a reply's usage as a headline, a sentence, and a list of [class, name, tokens].
 function savings(usage) {
@@ -26,15 +26,15 @@ function savings(usage) {
     ["again", why ? `recomputed (${why})` : "recomputed", again], ["n", "new in this turn", fresh],
   ];
   const percent = Math.floor(100 * saved / (prompt || 1));
-  let sentence = `${saved.toLocaleString("en")} of ${counted(prompt)} were cached. ${counted(prompt - saved)} had to be computed.`;
-  if (!saved && again) sentence = `Memory held none of this prompt: ${counted(again)} were recomputed.`;
-  else if (!saved) sentence = `All ${counted(prompt)} of the first prompt were new. The next turn starts from memory.`;
+  let sentence = `${saved.toLocaleString("en")} of ${countText(prompt)} were cached. ${countText(prompt - saved)} had to be computed.`;
+  if (!saved && again) sentence = `Memory held none of this prompt: ${countText(again)} were recomputed.`;
+  else if (!saved) sentence = `All ${countText(prompt)} of the first prompt were new. The next turn starts from memory.`;
   return { percent, saved, prompt, counts, sentence, isFirst: !saved && !again };
 }
 
 function headlineOf(into, { percent, isFirst }) {
   if (isFirst) into.append("First turn: nothing was in memory yet");
-  else into.append(percentDrawn(percent), " of the prompt came from memory");
+  else into.append(percentNode(percent), " of the prompt came from memory");
   return into;
 }
 
@@ -50,14 +50,14 @@ function sourcesBar({ counts }) {
 }
 
 // Return the line under a reply. A click opens the counts.
-function costDrawn(usage) {
+function costNode(usage) {
   const box = make("details", "cost"), summary = make("summary"), list = make("ul"), found = savings(usage);
   const line = headlineOf(make("span"), found);
   line.append(make("span", "time", ` · first token after ${seconds(usage.first_token_seconds)}`));
   summary.append(sourcesBar(found), line);
-  for (const [, name, tokens] of found.counts) if (tokens) list.append(make("li", "", `${counted(tokens)} ${name}`));
+  for (const [, name, tokens] of found.counts) if (tokens) list.append(make("li", "", `${countText(tokens)} ${name}`));
   list.append(make("li", "", `first token after ${seconds(usage.first_token_seconds)}`));
-  list.append(make("li", "", `${counted(number(usage.output_tokens))} written in ${seconds(usage.total_seconds)}`));
+  list.append(make("li", "", `${countText(number(usage.output_tokens))} written in ${seconds(usage.total_seconds)}`));
   box.append(summary, list);
   return box;
 }
@@ -77,7 +77,7 @@ function drawSaved() {
   const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // with STRIPS_MAX strips, a cached conversation may be missing
   if (!usage && isKnown && number(size?.num_tokens)) {
     const strip = strips.get(current), share = shareInMemory(strip || ""), headline = make("p", "headline");
-    headline.append(percentDrawn(share), " is in memory");
+    headline.append(percentNode(share), " is in memory");
     card.append(headline, make("p", "note", share ? "The next turn of this conversation starts from there." : `The next turn ${strip ? "recomputes" : "computes"} this conversation.`));
   } else if (!usage) {
     card.append(make("p", "headline", "Nothing measured yet"));
@@ -89,7 +89,7 @@ function drawSaved() {
     line(times, "tokens written", number(usage.output_tokens).toLocaleString("en"));
     card.append(headlineOf(make("p", "headline"), found), sourcesBar(found), make("p", "note", found.sentence), list);
   }
-  if (most) line(times, "context", `${number(size.num_tokens).toLocaleString("en")} of ${counted(most)}`);
+  if (most) line(times, "context", `${number(size.num_tokens).toLocaleString("en")} of ${countText(most)}`);
   if (times.children.length) card.append(times);
 }
 
@@ -110,7 +110,7 @@ function drawChunks(box, strip, share) {  // existing cells are kept, so that a 
 }
 
 const runsOf = strip => [...strip.matchAll(/([dbhc-])(\d+)/g)].map(m => [m[1], Number(m[2])]);
-const inWords = strip => runsOf(strip).map(([place, count]) => `${count} ${PLACES[place]}`).join(", ") || "none";
+const stripText = strip => runsOf(strip).map(([place, count]) => `${count} ${PLACES[place]}`).join(", ") || "none";
 
 function shareInMemory(strip) {
   const runs = runsOf(strip), sum = found => found.reduce((all, [, count]) => all + count, 0);
@@ -129,7 +129,7 @@ function drawTier(name, cls, used, all) {
     $("tiers").append(box);
   }
   const [, words, level] = $(id).children;
-  words.textContent = `${used.toLocaleString("en")} of ${counted(all, "page")}`;
+  words.textContent = `${used.toLocaleString("en")} of ${countText(all, "page")}`;
   for (const [key, value] of [["valuemin", 0], ["valuemax", all], ["valuenow", used]]) level.setAttribute(`aria-${key}`, value);
   level.firstChild.style.width = `${100 * used / (all || 1)}%`;
 }
@@ -149,8 +149,8 @@ function drawEngine(figures) {
   drawPulses();
   $("pulse").toggleAttribute("hidden", !pulses.some(([out, back]) => out + back));
   const [out, back] = pulses.reduce((sum, each) => [sum[0] + each[0], sum[1] + each[1]], [0, 0]);
-  $("flow").textContent = `${counted(out)} to the host, ${back.toLocaleString("en")} back to the device. `
-    + `${counted(figures.turns_running, "turn")} running, ${figures.turns_queued} queued.`;
+  $("flow").textContent = `${countText(out)} to the host, ${back.toLocaleString("en")} back to the device. `
+    + `${countText(figures.turns_running, "turn")} running, ${figures.turns_queued} queued.`;
 }
 
 function drawPulses() {
@@ -181,7 +181,7 @@ function drawPicture(picture) {
   if (isFirst || strips.get(current) !== before) drawSaved();
   const longest = Math.max(1, ...picture.conversations.map(each => each.tokens));
   const rows = picture.conversations.flatMap(each => {
-    const box = old.get(each.id) || stripMade(each.id);
+    const box = old.get(each.id) || stripNode(each.id);
     drawStrip(box, each, longest);
     return opened === each.id ? [box, explained] : [box];
   });
@@ -192,7 +192,7 @@ function drawPicture(picture) {
   if (list.contains(focused)) focused.focus();
 }
 
-function stripMade(id) {
+function stripNode(id) {
   const box = make("button", "strip"), name = make("div", "name");
   name.append(make("span"), make("span"));
   box.dataset.id = id;
@@ -207,11 +207,11 @@ function drawStrip(box, { id, tokens, running, strip }, longest) {
     const [name, chunks] = box.children;
     name.children[0].textContent = title;
     const share = shareInMemory(strip);
-    name.children[1].textContent = !tokens ? "first turn" : share < 100 ? `${share}\u00a0% of ${counted(tokens)}` : `${counted(tokens)} cached`;
+    name.children[1].textContent = !tokens ? "first turn" : share < 100 ? `${share}\u00a0% of ${countText(tokens)}` : `${countText(tokens)} cached`;
     drawChunks(chunks, strip, tokens / longest);
     box.classList.toggle("runs", Boolean(running));
     box.dataset.now = now;
-    box.setAttribute("aria-label", `${title}, ${counted(tokens)}${running ? ", running" : ""}. Chunks: ${inWords(strip)}. Show their history`);
+    box.setAttribute("aria-label", `${title}, ${countText(tokens)}${running ? ", running" : ""}. Chunks: ${stripText(strip)}. Show their history`);
     if (opened === id) explain(id);
   }
   box.classList.toggle("current", id === current);
@@ -231,10 +231,10 @@ function toggleExplained(id) {
 async function explain(id) {
   let text;
   try {
-    const found = await (await fetched(`/pensieve/explain/${encodeURIComponent(id)}`)).json();
+    const found = await (await fetchChecked(`/pensieve/explain/${encodeURIComponent(id)}`)).json();
     const places = found.runs.map(({ first, count, place, holders }) => {
       const which = count === 1 ? `chunk ${first}` : `chunks ${first} to ${first + count - 1}`;
-      return `${which}: ${place.replace("+", " and ")}${holders > 1 ? `, shared by ${counted(holders, "conversation")}` : ""}`;
+      return `${which}: ${place.replace("+", " and ")}${holders > 1 ? `, shared by ${countText(holders, "conversation")}` : ""}`;
     });
     text = [...places, ...found.events.map(e => `${e.seconds_ago.toFixed(0)} s ago: ${e.text}`)].join("\n");
   } catch (error) { text = wordsOf(error); }
@@ -248,16 +248,16 @@ async function watch() {
     const leaving = new AbortController(), leave = () => document.hidden && leaving.abort();
     document.addEventListener("visibilitychange", leave);
     try {
-      const answer = await fetched("/pensieve/memory", { signal: leaving.signal });
-      await connected();
+      const answer = await fetchChecked("/pensieve/memory", { signal: leaving.signal });
+      await onConnect();
       for await (const each of events(answer)) { if (each.error) throw new Failed(each, 200); drawPicture(each); }
       throw new Lost();  // the daemon has ended the stream
     } catch (error) {
-      if (!leaving.signal.aborted) disconnected(error);
+      if (!leaving.signal.aborted) onDisconnect(error);
       if (error.status === 401) return;  // otherwise the page would ask for a token every two seconds
     }
     document.removeEventListener("visibilitychange", leave);
-    leaving.abort();  // an error in `connected` leaves the stream open
+    leaving.abort();  // an error in `onConnect` leaves the stream open
     if (document.hidden) await new Promise(done => document.addEventListener("visibilitychange", done, { once: true }));
     else await new Promise(done => setTimeout(done, 1000 * RECONNECT_SECONDS));
   }

@@ -1,8 +1,8 @@
 """Write a reply over HTTP as it arrives, and end its turn when the client disconnects.
 
 Without an `Idempotency-Key`, a client cannot attach to its turn again. So a disconnect ends the turn. The
-history keeps the text that was already sent. If no text was sent, it keeps nothing. With a key, the turn
-continues for the same grace period as over gRPC (followers.py).
+history keeps the text that was already sent. If no text was sent, the history keeps nothing. With a key, the
+turn continues for the same grace period as over gRPC (followers.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class EventStream(Protocol):
     """Renders the tokens of one reply as events."""
 
     def tokens(self, tokens: ReplyTokens) -> list[dict[str, Any]]: ...
-    def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]: ...
+    def withheld_events(self, tail: ReplyTokens) -> list[dict[str, Any]]: ...
 
 
 async def follow(
@@ -50,11 +50,11 @@ async def follow(
             await followers.follow(live, write)
     except asyncio.CancelledError:
         is_over = live.finish is not None or followers.has_follower(live)
-        if exchange.has_left and not ((survives_disconnect and live.is_stored) or is_over):
+        if exchange.has_disconnected and not ((survives_disconnect and live.is_stored) or is_over):
             daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:
-        await exchange.write_events(stream.rest(live.withheld))
+        await exchange.write_events(stream.withheld_events(live.withheld))
 
 
 def cache_headers(figures: Mapping[str, Any]) -> dict[str, str]:

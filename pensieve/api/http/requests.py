@@ -1,7 +1,8 @@
 """Read requests of the HTTP APIs, and begin their turns.
 
-Short bodies are parsed on the event loop, long bodies in the thread pool for text. `named` translates the
-field names in later errors (of the template, the tokenizer or the engine) to the names in the body.
+Short bodies are parsed on the event loop, long bodies in the thread pool for text. `client_field_names`
+translates the field names in later errors (of the template, the tokenizer or the engine) to the names in the
+body.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Front
-from pensieve.api.http.idempotency import key_reused, request_id_of
+from pensieve.api.http.idempotency import request_id_of, reused_key_error
 from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
 from pensieve.api.openai.request import ParsedRequest, Served, tokens_of
@@ -63,7 +64,9 @@ class ApiRequests:
         if kind.strip().lower() not in ("application/json", ""):
             raise InvalidArgument("content-type", "must be application/json")
         raw = await self.front.body(exchange)
-        return await self._aside(by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body"))
+        return await self._in_text_pool_if(
+            by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body")
+        )
 
     async def read(
         self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], ParsedRequest]
@@ -81,25 +84,25 @@ class ApiRequests:
             request_id_of(exchange),
         )
         is_long = exchange.num_bytes > SHORT_BYTES
-        request = await self._aside(by, is_long, lambda: read(body, served))
+        request = await self._in_text_pool_if(by, is_long, lambda: read(body, served))
         if request.ignored:
             exchange.out["x-pensieve-ignored"] = ", ".join(request.ignored)
         return request
 
-    async def rendered(
+    async def render(
         self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
         """Call `function`, which renders `num_tokens` tokens, in the text pool if they are many."""
-        return await self._aside(by, num_tokens > SHORT_TOKENS, function)
+        return await self._in_text_pool_if(by, num_tokens > SHORT_TOKENS, function)
 
-    async def _aside(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
+    async def _in_text_pool_if(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
         """Call the function, in the text pool if `is_long`."""
         if not is_long:
             return function()
         return await self._daemon.threads.in_text_pool(by.tenant, function)
 
     def cutter(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
-        """Return a new splitter for one reply. It looks for tool calls only if there are tools."""
+        """Return a new ReplyPieces for one reply. It looks for tool calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
     def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
@@ -139,7 +142,7 @@ class ApiRequests:
         except InvalidArgument as error:
             if error.field != "request_id":
                 raise
-            raise key_reused() from None
+            raise reused_key_error() from None
         exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
         exchange.out["x-pensieve-bound"] = bound[0].how.value
         exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
@@ -195,7 +198,7 @@ def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
 
 
 @contextmanager
-def named(request: ParsedRequest) -> Iterator[None]:
+def client_field_names(request: ParsedRequest) -> Iterator[None]:
     """Translate the field names in errors that are raised in the block to the names in the body."""
     try:
         yield

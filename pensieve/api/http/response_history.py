@@ -35,7 +35,7 @@ from pensieve.text import Message
 
 T = TypeVar("T")
 PAGE_SIZE = 100
-TAKEN_BACK = "no longer exists: its conversation was rewound"
+REWOUND = "no longer exists: its conversation was rewound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StartingPoint:
     conversation: records.StoredConversation
     revision: int
     system_prompt: str
-    is_ours: bool
+    is_ours: bool  # the conversation was created for responses
     calls: frozenset[str]  # function calls whose outputs the request may contain
     first_number: int  # the first message's number in item ids (`Place`)
     is_of_response: bool = False  # `revision` is the revision of a response
@@ -77,7 +77,7 @@ class ResponseHistory:
             is_of_response=True,
         )
 
-    async def of_conversation(
+    async def end_of_conversation(
         self, conversation: records.StoredConversation, messages: Sequence[Message]
     ) -> StartingPoint:
         """Return the end of a conversation as the starting point for these messages."""
@@ -145,7 +145,7 @@ class ResponseHistory:
                 place = Place(tag, start.first_number + stored.index)
                 found.append(reply_as_sent_back(stored, place, cutter))
         if start.is_of_response and last_revision != start.revision:
-            raise no_previous(TAKEN_BACK)
+            raise no_previous(REWOUND)
         return tuple(found)
 
     # -- responses --
@@ -176,9 +176,9 @@ class ResponseHistory:
 
         Raises OwnedElsewhere if another daemon runs the turn.
         """
-        tenant, named = conversation.tenant, conversation.conversation_id
-        await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant, lane=named)
-        return await self.conversation(named, tenant)
+        tenant, name = conversation.tenant, conversation.conversation_id
+        await self._threads.in_store(tenant, self._store.claim, name, tenant=tenant, lane=name)
+        return await self.conversation(name, tenant)
 
     async def save(self, response: StoredResponse) -> None:
         await self._threads.run_to_end(
@@ -243,7 +243,7 @@ class ResponseHistory:
             lane=conversation_id,
         )
 
-    async def begin_with(
+    async def set_beginning(
         self,
         conversation_id: str,
         settings: ConversationSettings,
@@ -279,13 +279,13 @@ class ResponseHistory:
 
     async def _check(self, tenant: str) -> None:
         self._daemon.charged_to(tenant)
-        most = self._daemon.admission.allowances.storage.get(tenant)
-        if most is None:
+        bytes_max = self._daemon.admission.allowances.storage.get(tenant)
+        if bytes_max is None:
             return
         taken = await self._threads.in_store(tenant, self._store.stored_bytes, tenant)
-        if taken >= most:
+        if taken >= bytes_max:
             raise StorageFull(
-                f"the conversations of your tenant take {taken:,} of {most:,} bytes; delete some"
+                f"the conversations of your tenant take {taken:,} of {bytes_max:,} bytes; delete some"
             )
 
     # -- inside --
@@ -341,7 +341,7 @@ def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
     return tuple(stored_messages(messages, [[] for _ in messages]))
 
 
-def appended(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+def append_change(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
     """Return a change that appends these messages to the pending messages."""
     more = as_pending(messages)
     return lambda found: replace(found, messages=(*found.messages, *more))

@@ -25,7 +25,7 @@ from typing import Any
 
 from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.response_history import (
-    TAKEN_BACK,
+    REWOUND,
     ResponseHistory,
     StartingPoint,
     as_stored,
@@ -75,7 +75,7 @@ class NewResponse:
     request: ParsedRequest
     turn: TurnRequest
     chain: ChainEnd  # used only if the request names no conversation; `_find` adds the history's digest
-    ended: MakeStored | None = None  # called at the end of the turn
+    make_stored: MakeStored | None = None  # called at the end of the turn
 
     @classmethod
     def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
@@ -90,7 +90,7 @@ class NewResponse:
     def settings(self) -> ConversationSettings:
         return self.turn.settings
 
-    def behind(self, before: Sequence[Message]) -> NewResponse:
+    def with_messages_before(self, before: Sequence[Message]) -> NewResponse:
         """Return a copy with these messages before the messages of `turn`."""
         return replace(self, turn=replace(self.turn, messages=(*before, *self.turn.messages)))
 
@@ -98,9 +98,9 @@ class NewResponse:
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
     live: LiveTurn
-    where: TurnPlace
-    how: str = "appended"  # or "forked", or "new"
-    is_made: bool = False  # the conversation was created for this turn
+    turn_place: TurnPlace
+    binding: str = "appended"  # or "forked", or "new"
+    is_new_conversation: bool = False  # the conversation was created for this turn
     recompute_reason: str = ""
 
 
@@ -115,10 +115,10 @@ class ResponsePlaces:
         self,
         daemon: Daemon,
         requests: ApiRequests,
-        stored: ResponseHistory,
+        history: ResponseHistory,
     ) -> None:
         self._daemon, self._requests = daemon, requests
-        self._stored = stored
+        self._history = history
 
     async def begin(self, new: NewResponse) -> PlacedTurn:
         if new.request.previous_response_id:
@@ -128,11 +128,13 @@ class ResponsePlaces:
         _check_outputs(new, frozenset())
         return await self._find(new)
 
-    async def whole(self, new: NewResponse) -> ParsedRequest:
+    async def with_whole_prompt(self, new: NewResponse) -> ParsedRequest:
         """Return the request with its whole prompt, for an unstored turn."""
         request, settings = new.request, new.settings
         if request.previous_response_id:
-            start = await self._stored.after_response(request.previous_response_id, new.turn.tenant)
+            start = await self._history.after_response(
+                request.previous_response_id, new.turn.tenant
+            )
         elif request.conversation:
             start, new, _ = await self._end_of_conversation(new)
         else:
@@ -145,24 +147,24 @@ class ResponsePlaces:
             settings = ConversationSettings(
                 "", start.system_prompt, conversation.tools, conversation.template_options
             )
-        before = await self._stored.as_sent_back(start)
+        before = await self._history.as_sent_back(start)
         messages = (*all_messages(settings), *before, *new.turn.messages)
         return replace(request, turn=replace(new.turn, messages=messages, settings=settings))
 
     # -- after a history --
 
     async def _find(self, new: NewResponse) -> PlacedTurn:
-        whole = new.request.turn
+        turn = new.request.turn
         for _ in range(ATTEMPTS_MAX):
-            history, match = await self._requests.binder.look_up(whole, new.chain)
+            history, match = await self._requests.binder.look_up(turn, new.chain)
             new = replace(new, turn=replace(new.turn, chain=history.end))
             if match is None:
                 break
-            messages = whole.messages[history.lengths[match.digest] :]
-            rest = replace(new, turn=replace(new.turn, messages=messages))
+            messages = turn.messages[history.lengths[match.digest] :]
+            unmatched = replace(new, turn=replace(new.turn, messages=messages))
             # These errors mean that the conversation has changed meanwhile.
             with contextlib.suppress(StaleRevision, TurnRunning, NotFound):
-                return await self._after_match(rest, match)
+                return await self._after_match(unmatched, match)
         return await self._new(new, ())
 
     async def _after_match(self, new: NewResponse, match: ChainMatch) -> PlacedTurn:
@@ -173,32 +175,39 @@ class ResponsePlaces:
                 fork = await self._daemon.charged_to(tenant).fork(
                     conversation_id, new_id, match.revision, tenant=tenant
                 )
-                first = await self._stored.first_number(fork)
-                where = _where(new, fork, first, is_ours=True)
+                first = await self._history.first_number(fork)
+                turn_place = _turn_place(new, fork, first, is_ours=True)
                 return PlacedTurn(
-                    await self._begin_first(new, where), where, "forked", is_made=True
+                    await self._begin_first(new, turn_place),
+                    turn_place,
+                    "forked",
+                    is_new_conversation=True,
                 )
-        conversation = await self._stored.conversation(conversation_id, tenant)
+        conversation = await self._history.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
-        is_ours = await self._stored.is_only_for_responses(conversation_id, tenant)
-        first = await self._stored.first_number(conversation)
-        where = _where(new, conversation, first, is_ours=is_ours)
-        return PlacedTurn(await self._begin(new, where), where)
+        is_ours = await self._history.is_only_for_responses(conversation_id, tenant)
+        first = await self._history.first_number(conversation)
+        turn_place = _turn_place(new, conversation, first, is_ours=is_ours)
+        return PlacedTurn(await self._begin(new, turn_place), turn_place)
 
     # -- after a response --
 
     async def _follow(self, new: NewResponse) -> PlacedTurn:
-        start = await self._stored.after_response(new.request.previous_response_id, new.turn.tenant)
+        start = await self._history.after_response(
+            new.request.previous_response_id, new.turn.tenant
+        )
         _check_outputs(new, start.calls)
         conversation, tenant = start.conversation, new.turn.tenant
         reason = _difference(new, start)
         if reason:
-            return await self._new(new, await self._stored.as_sent_back(start), reason)
+            return await self._new(new, await self._history.as_sent_back(start), reason)
         if conversation.revision == start.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
-                where = _where(new, conversation, start.first_number, is_ours=start.is_ours)
-                return PlacedTurn(await self._begin(new, where), where)
+                turn_place = _turn_place(
+                    new, conversation, start.first_number, is_ours=start.is_ours
+                )
+                return PlacedTurn(await self._begin(new, turn_place), turn_place)
         new_id = new_conversation_id()
         with self._requests.binder.reserved(tenant, new_id):
             try:
@@ -206,9 +215,14 @@ class ResponsePlaces:
                     conversation.conversation_id, new_id, start.revision, tenant=tenant
                 )
             except NotFound:  # the conversation has no such revision any more
-                raise no_previous(TAKEN_BACK) from None
-            where = _where(new, fork, start.first_number, is_ours=True)
-            return PlacedTurn(await self._begin_first(new, where), where, "forked", is_made=True)
+                raise no_previous(REWOUND) from None
+            turn_place = _turn_place(new, fork, start.first_number, is_ours=True)
+            return PlacedTurn(
+                await self._begin_first(new, turn_place),
+                turn_place,
+                "forked",
+                is_new_conversation=True,
+            )
 
     # -- in a conversation that the client names --
 
@@ -225,7 +239,7 @@ class ResponsePlaces:
         start, new, pending = await self._end_of_conversation(new)
         conversation = start.conversation
         if conversation.running_turn_id is not None:
-            conversation = await self._stored.claim(conversation)
+            conversation = await self._history.claim(conversation)
             if conversation.running_turn_id is None:  # the turn's daemon no longer runs
                 raise StaleRevision(start.revision, conversation.revision)
             turn_id = str(conversation.running_turn_id)
@@ -233,25 +247,27 @@ class ResponsePlaces:
         _check_outputs(new, start.calls)
         first = start.first_number
         if is_empty(conversation):
-            conversation = await self._begun_with(new, conversation)
+            conversation = await self._give_settings(new, conversation)
             first = first_number(bool(new.settings.system_prompt))
         else:
             _check_same(new, start)
-        where = _where(new, conversation, first, is_ours=False)
-        return PlacedTurn(await self._begin(new, where, pending), where)
+        turn_place = _turn_place(new, conversation, first, is_ours=False)
+        return PlacedTurn(await self._begin(new, turn_place, pending), turn_place)
 
     async def _end_of_conversation(
         self, new: NewResponse
     ) -> tuple[StartingPoint, NewResponse, tuple[records.NewMessage, ...]]:
         """Return the conversation's end, `new` with pending messages in front, and the pending messages."""
-        conversation, pending = await self._stored.with_pending(
+        conversation, pending = await self._history.with_pending(
             new.request.conversation, new.turn.tenant
         )
-        new = new.behind([message_of(each) for each in as_stored(pending, conversation)])
-        start = await self._stored.of_conversation(conversation, new.turn.messages)
+        new = new.with_messages_before(
+            [message_of(each) for each in as_stored(pending, conversation)]
+        )
+        start = await self._history.end_of_conversation(conversation, new.turn.messages)
         return start, new, pending
 
-    async def _begun_with(
+    async def _give_settings(
         self, new: NewResponse, conversation: records.StoredConversation
     ) -> records.StoredConversation:
         """Give an empty conversation the system prompt, tools and options of the request."""
@@ -262,7 +278,7 @@ class ResponsePlaces:
         await self._daemon.conversations.text_pool.run(
             tenant, partial(check_settings, *model, settings)
         )
-        return await self._stored.begin_with(conversation.conversation_id, settings, tenant)
+        return await self._history.set_beginning(conversation.conversation_id, settings, tenant)
 
     # -- in a new conversation --
 
@@ -273,17 +289,21 @@ class ResponsePlaces:
         created = await self._daemon.charged_to(tenant).create(
             replace(new.settings, conversation_id=conversation_id, tenant=tenant)
         )
-        new = new.behind(before)
+        new = new.with_messages_before(before)
         first = first_number(bool(new.settings.system_prompt))
-        where = _where(new, created, first, is_ours=True)
-        live = await self._begin_first(new, where)
-        return PlacedTurn(live, where, "new", is_made=True, recompute_reason=reason)
+        turn_place = _turn_place(new, created, first, is_ours=True)
+        live = await self._begin_first(new, turn_place)
+        return PlacedTurn(
+            live, turn_place, "new", is_new_conversation=True, recompute_reason=reason
+        )
 
-    async def _begin_first(self, new: NewResponse, made: TurnPlace) -> LiveTurn:
+    async def _begin_first(self, new: NewResponse, turn_place: TurnPlace) -> LiveTurn:
         try:
-            return await self._begin(new, made)
+            return await self._begin(new, turn_place)
         except BaseException:
-            await self.discard(made.conversation_id, made.began_at_revision, new.turn.tenant)
+            await self.discard(
+                turn_place.conversation_id, turn_place.began_at_revision, new.turn.tenant
+            )
             raise
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
@@ -294,16 +314,16 @@ class ResponsePlaces:
     async def _begin(
         self,
         new: NewResponse,
-        where: TurnPlace,
+        turn_place: TurnPlace,
         pending: tuple[records.NewMessage, ...] | None = None,
     ) -> LiveTurn:
         return await self._daemon.begin(
             replace(
                 new.turn,
-                conversation_id=where.conversation_id,
-                expected_revision=where.began_at_revision,
+                conversation_id=turn_place.conversation_id,
+                expected_revision=turn_place.began_at_revision,
                 pending=pending,
-                response=None if new.ended is None else partial(new.ended, where),
+                response=None if new.make_stored is None else partial(new.make_stored, turn_place),
             )
         )
 
@@ -319,7 +339,7 @@ def is_empty(conversation: records.StoredConversation) -> bool:
     )
 
 
-def _where(
+def _turn_place(
     new: NewResponse, conversation: records.StoredConversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
     """Return the place at a conversation's end. `first`: the first message's number in item ids."""
@@ -373,7 +393,7 @@ def _check_outputs(new: NewResponse, calls: frozenset[str]) -> None:
 
 
 def stored_response(
-    where: TurnPlace,
+    turn_place: TurnPlace,
     response_id: str,
     body: Mapping[str, Any],
     request: str,
@@ -382,11 +402,11 @@ def stored_response(
 ) -> StoredResponse:
     return StoredResponse(
         response_id,
-        where.conversation_id,
+        turn_place.conversation_id,
         body,
         request,
         revision,
-        where.is_ours,
-        where.began_at_revision,
+        turn_place.is_ours,
+        turn_place.began_at_revision,
         tenant,
     )

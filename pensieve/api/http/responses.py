@@ -29,10 +29,10 @@ from pensieve.api.http.idempotency import (
     client_key_of,
     client_or_forwarding_key_of,
     digest,
-    key_reused,
+    reused_key_error,
 )
 from pensieve.api.http.replies import cache_headers, follow
-from pensieve.api.http.requests import ApiRequests, named
+from pensieve.api.http.requests import ApiRequests, client_field_names
 from pensieve.api.http.response_history import ResponseHistory
 from pensieve.api.http.response_places import (
     NewResponse,
@@ -48,10 +48,10 @@ from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.api.openai.response_stream import (
     ENDED,
     ResponseStream,
-    failed,
-    finished,
+    failed_body,
+    finished_body,
     pieces_of,
-    unfinished,
+    unfinished_body,
 )
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import NO_TOKENS, LiveTurn
@@ -72,12 +72,12 @@ class ResponseEndpoints:
         self,
         daemon: Daemon,
         requests: ApiRequests,
-        stored: ResponseHistory,
+        history: ResponseHistory,
         places: ResponsePlaces,
     ) -> None:
         self._daemon, self._requests = daemon, requests
-        self._stored, self._places = stored, places
-        self._running = RunningResponses(daemon, requests, stored, places)
+        self._history, self._places = history, places
+        self._running = RunningResponses(daemon, requests, history, places)
 
     # -- create --
 
@@ -86,27 +86,27 @@ class ResponseEndpoints:
         if not self._requests.is_stored(request):
             request = replace(request, echoed={**request.echoed, "store": False})
         new = NewResponse.of(request, self._requests.chain(exchange, request))
-        with named(request):
+        with client_field_names(request):
             if not self._requests.is_stored(request):
                 return await self._unstored(exchange, new)
             known = await self._daemon.threads.run_to_end(
-                self._begun_or_known(new, client_or_forwarding_key_of(exchange))
+                self._begin_or_find(new, client_or_forwarding_key_of(exchange))
             )
             if not isinstance(known, RunningResponse):
                 # Only the daemon that runs a response can stream its events.
                 if request.stream and known["status"] not in ENDED:
-                    await self._stored.require_here(known["id"], by.tenant)
-                    known = await self._present(known["id"], by.tenant)
+                    await self._history.require_here(known["id"], by.tenant)
+                    known = await self._current_body(known["id"], by.tenant)
                 return await self._replay(exchange, request, known)
             running = known
         placed = running.placed
         assert placed is not None
-        _say_where(exchange, placed)
+        _set_conversation_headers(exchange, placed)
         if request.background and not request.stream:
-            return running.present
+            return running.current_body
         return await self._read(exchange, running, placed, is_stream=request.stream)
 
-    async def _begun_or_known(
+    async def _begin_or_find(
         self, new: NewResponse, key: str
     ) -> RunningResponse | Mapping[str, Any]:
         """Begin a response, or return the response of an earlier request with the same key.
@@ -123,7 +123,7 @@ class ResponseEndpoints:
                 return known
             self._running.add(running)
             try:
-                new = replace(new, ended=partial(self._running.ended, running))
+                new = replace(new, make_stored=partial(self._running.make_stored, running))
                 placed = await self._places.begin(new)
                 await self._running.begin(running, placed)
             except BaseException:
@@ -139,11 +139,11 @@ class ResponseEndpoints:
         if running is not None:
             _check_key(running.digest, wanted.digest)
             return running
-        stored = await self._stored.response(wanted.response_id, wanted.tenant)
+        stored = await self._history.response(wanted.response_id, wanted.tenant)
         if stored is None:
             return None
         _check_key(stored.request, wanted.digest)
-        return await self._now(stored)
+        return await self._stored_body_now(stored)
 
     # -- answer --
 
@@ -160,7 +160,7 @@ class ResponseEndpoints:
                 self._daemon, exchange, placed.live, None, survives_disconnect=survives_disconnect
             )
         finally:
-            running.has_ended.set()
+            running.reader_done.set()
         await running.kept.wait()
         exchange.out = {**cache_headers(placed.live.figures), **exchange.out}
         assert running.body is not None
@@ -175,12 +175,12 @@ class ResponseEndpoints:
         survives_disconnect: bool,
     ) -> None:
         cutter, tokenizer = (
-            self._requests.cutter(placed.where.tools),
+            self._requests.cutter(placed.turn_place.tools),
             self._requests.template.tokenizer,
         )
-        stream = ResponseStream(running.request, placed.where.place, tokenizer, cutter)
+        stream = ResponseStream(running.request, placed.turn_place.place, tokenizer, cutter)
         exchange.begin_events()
-        await exchange.write_events(stream.begin(running.present))
+        await exchange.write_events(stream.begin(running.current_body))
         try:
             await follow(
                 self._daemon,
@@ -189,14 +189,14 @@ class ResponseEndpoints:
                 stream,
                 survives_disconnect=survives_disconnect,
             )
-            running.has_ended.set()
+            running.reader_done.set()
             await running.kept.wait()
             assert running.body is not None
             await exchange.write_events(stream.end(running.body))
         except PensieveError as error:
-            running.has_ended.set()
+            running.reader_done.set()
             await running.kept.wait()
-            await exchange.write_events(_of_error(stream, running, error))
+            await exchange.write_events(_failure_events(stream, running, error))
         await exchange.end_events()
 
     async def _replay(
@@ -223,7 +223,7 @@ class ResponseEndpoints:
         request = new.request
         if request.background:
             raise Refusal("background", "needs store: true, because the response is fetched later")
-        whole = await self._places.whole(new)
+        whole = await self._places.with_whole_prompt(new)
         (live,) = await self._requests.begin_unstored(whole)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
@@ -233,18 +233,18 @@ class ResponseEndpoints:
             await follow(self._daemon, exchange, live, None, survives_disconnect=False)
             exchange.out |= cache_headers(live.figures)
             cutter = self._requests.cutter(whole.tools)
-            return self._running.whole(request, heading, place, live, cutter)
+            return self._running.final_body(request, heading, place, live, cutter)
         stream = ResponseStream(request, place, tokenizer, self._requests.cutter(whole.tools))
         exchange.begin_events()
-        await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
+        await exchange.write_events(stream.begin(unfinished_body(request, heading, "in_progress")))
         try:
             await follow(self._daemon, exchange, live, stream, survives_disconnect=False)
             cutter = self._requests.cutter(whole.tools)
-            body = self._running.whole(request, heading, place, live, cutter)
+            body = self._running.final_body(request, heading, place, live, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
             running = RunningResponse(request, heading, "", new.turn.tenant)
-            await exchange.write_events(_of_error(stream, running, error))
+            await exchange.write_events(_failure_events(stream, running, error))
         await exchange.end_events()
         return None
 
@@ -254,7 +254,7 @@ class ResponseEndpoints:
         query = query_of(exchange)
         if query.get("stream", "false").lower() == "true":
             raise Refusal("stream", "is not supported here: only whole responses can be fetched")
-        return await self._present(exchange.values["response_id"], by.tenant)
+        return await self._current_body(exchange.values["response_id"], by.tenant)
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         response_id = exchange.values["response_id"]
@@ -266,8 +266,8 @@ class ResponseEndpoints:
             if running.placed is not None:
                 await self._running.cancel(running)
         else:
-            await self._stored.require_here(response_id, by.tenant)
-        found = await self._present(response_id, by.tenant)
+            await self._history.require_here(response_id, by.tenant)
+        found = await self._current_body(response_id, by.tenant)
         if not found["background"]:
             raise InvalidArgument("response_id", "only background responses can be cancelled")
         return found
@@ -280,33 +280,33 @@ class ResponseEndpoints:
             if running.placed is not None:
                 await self._running.cancel(running)
         else:
-            await self._stored.require_here(response_id, by.tenant)
+            await self._history.require_here(response_id, by.tenant)
         removed = ""
         try:
-            removed = await self._stored.delete(response_id, by.tenant)
+            removed = await self._history.delete(response_id, by.tenant)
         except NotFound:
             if running is None:
                 raise
-            if running.placed is not None and running.placed.is_made:
-                removed = running.placed.where.conversation_id
+            if running.placed is not None and running.placed.is_new_conversation:
+                removed = running.placed.turn_place.conversation_id
         exchange.values = {**exchange.values, "conversation_id": removed}  # for the audit log
         return {"id": response_id, "object": "response", "deleted": True}
 
-    async def _present(self, response_id: str, tenant: str) -> Mapping[str, Any]:
+    async def _current_body(self, response_id: str, tenant: str) -> Mapping[str, Any]:
         running = self._running.find(response_id, tenant)
         if running is not None:
-            return running.present
-        stored = await self._stored.response(response_id, tenant)
+            return running.current_body
+        stored = await self._history.response(response_id, tenant)
         if stored is None:
             raise NotFound("no such response")
-        return await self._now(stored)
+        return await self._stored_body_now(stored)
 
-    async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
+    async def _stored_body_now(self, stored: StoredResponse) -> Mapping[str, Any]:
         """Return the body of a response that does not run in this process, in its current state."""
-        if await self._stored.runs(stored):
+        if await self._history.runs(stored):
             return stored.body
-        found = await self._stored.response(stored.response_id, stored.tenant)
-        return as_it_is_now((found or stored).body)
+        found = await self._history.response(stored.response_id, stored.tenant)
+        return body_without_turn((found or stored).body)
 
 
 class StoredNames:
@@ -323,22 +323,22 @@ class StoredNames:
         return str(self._calls[number])
 
 
-def _of_error(
+def _failure_events(
     stream: ResponseStream, running: RunningResponse, error: PensieveError
 ) -> list[dict[str, Any]]:
     """Return the event of a failed response if the turn has failed; otherwise an error event."""
     if running.body is not None:
         return stream.failed(running.body)
     if isinstance(error, TurnFailed):
-        body = failed(running.request, running.heading, "server_error", client_text(error))
+        body = failed_body(running.request, running.heading, "server_error", client_text(error))
         return stream.failed(body)
     param = error.field if isinstance(error, InvalidArgument) else None
     return stream.error(shape_of(error).code, client_text(error), param)
 
 
-def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
-    exchange.out["x-pensieve-conversation-id"] = placed.where.conversation_id
-    exchange.out["x-pensieve-bound"] = placed.how
+def _set_conversation_headers(exchange: Exchange, placed: PlacedTurn) -> None:
+    exchange.out["x-pensieve-conversation-id"] = placed.turn_place.conversation_id
+    exchange.out["x-pensieve-bound"] = placed.binding
     if placed.recompute_reason:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
 
@@ -359,7 +359,7 @@ def _digest_of(new: NewResponse) -> str:
 
 def _check_key(known: str, requested: str) -> None:
     if known != requested:
-        raise key_reused()
+        raise reused_key_error()
 
 
 log = logging.getLogger("pensieve")
@@ -374,7 +374,7 @@ class RunningResponse:
         self.made: dict[str, Any] | None = None  # the body that is stored with the reply
         self.body: dict[str, Any] | None = None  # the final body, set when the turn has ended
         self.begun = asyncio.Event()  # the turn has begun, or will never begin
-        self.has_ended = asyncio.Event()  # a reader has seen the end of the turn
+        self.reader_done = asyncio.Event()  # a reader has stopped: check whether the turn has ended
         self.kept = asyncio.Event()  # the response was stored, or will never be stored
 
     @property
@@ -382,12 +382,12 @@ class RunningResponse:
         return f"resp_{self.heading.answer_id}"
 
     @property
-    def present(self) -> dict[str, Any]:
+    def current_body(self) -> dict[str, Any]:
         if self.body is not None:
             return self.body
         waits = self.placed is None or not self.placed.live.admitted
         is_queued = self.request.background and waits
-        return unfinished(self.request, self.heading, "queued" if is_queued else "in_progress")
+        return unfinished_body(self.request, self.heading, "queued" if is_queued else "in_progress")
 
 
 class RunningResponses:
@@ -399,20 +399,20 @@ class RunningResponses:
 
     For each response, a task waits for the end of the turn. For a background response, this task counts as a
     reader, so that the turn continues. If the process dies, a background response stays stored as running. It
-    counts as failed when no turn of its conversation runs (`as_it_is_now`). Other responses are stored with
-    their reply, or not at all. If several daemons share a history, only the daemon that runs the turn can end
-    the response.
+    counts as failed when no turn of its conversation runs (`body_without_turn`). Other responses are stored
+    with their reply, or not at all. If several daemons share a history, only the daemon that runs the turn
+    can end the response.
     """
 
     def __init__(
         self,
         daemon: Daemon,
         requests: ApiRequests,
-        stored: ResponseHistory,
+        history: ResponseHistory,
         places: ResponsePlaces,
     ) -> None:
         self._daemon, self._requests = daemon, requests
-        self._stored, self._places = stored, places
+        self._history, self._places = history, places
         self._running: dict[tuple[str, str], RunningResponse] = {}  # by tenant and id
 
     def find(self, response_id: str, tenant: str) -> RunningResponse | None:
@@ -432,25 +432,25 @@ class RunningResponses:
         """Register a response whose turn has begun. A background response is stored at once."""
         running.placed = placed
         if running.request.background:
-            await self._save(running, running.present, None)
+            await self._save(running, running.current_body, None)
         self._daemon.threads.spawn(self._keep(running, placed))
         running.begun.set()
 
-    def ended(
+    def make_stored(
         self,
         running: RunningResponse,
-        where: TurnPlace,
+        turn_place: TurnPlace,
         live: LiveTurn,
         finish: FinishReason,
         tail: str,
     ) -> StoredResponse:
         """Return the response to store in the transaction of the reply."""
-        cutter = self._requests.cutter(where.tools)
-        running.made = self.whole(
-            running.request, running.heading, where.place, live, cutter, finish, tail
+        cutter = self._requests.cutter(turn_place.tools)
+        running.made = self.final_body(
+            running.request, running.heading, turn_place.place, live, cutter, finish, tail
         )
         response_id, tenant = running.response_id, running.tenant
-        return stored_response(where, response_id, running.made, running.digest, tenant, None)
+        return stored_response(turn_place, response_id, running.made, running.digest, tenant, None)
 
     async def cancel(self, running: RunningResponse) -> None:
         """End the turn. The history keeps nothing of it."""
@@ -466,13 +466,15 @@ class RunningResponses:
             if live.failure is None:
                 running.body = running.made
                 if running.body is None:  # a bug prevented the creation of the body
-                    running.body = failed(running.request, running.heading, "server_error", LOST)
+                    running.body = failed_body(
+                        running.request, running.heading, "server_error", LOST
+                    )
             elif running.request.background:
                 running.body = self._without_reply(running, live.failure)
                 await self._save(running, running.body, None)
-            elif placed.is_made:
+            elif placed.is_new_conversation:
                 await self._places.discard(
-                    placed.where.conversation_id, live.first_revision, running.tenant
+                    placed.turn_place.conversation_id, live.first_revision, running.tenant
                 )
         except Exception:  # a bug; readers must not wait forever
             log.exception("a response could not be ended")
@@ -485,10 +487,10 @@ class RunningResponses:
             return
         while live.finish is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(running.has_ended.wait(), LOOK_SECONDS)
-            running.has_ended.clear()
+                await asyncio.wait_for(running.reader_done.wait(), LOOK_SECONDS)
+            running.reader_done.clear()
 
-    def whole(
+    def final_body(
         self,
         request: ParsedRequest,
         heading: Heading,
@@ -502,36 +504,36 @@ class RunningResponses:
         tokens = live.whole_reply(finish, tail)
         stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
         stream.tokens(tokens)
-        stream.rest(NO_TOKENS)
+        stream.withheld_events(NO_TOKENS)
         is_cut = (finish or live.finish) is FinishReason.CANCELLED
         items = stream.items(is_whole=tokens.finish is FinishReason.STOP and not is_cut)
-        return finished(request, heading, tokens, live.prompt, items, is_cut=is_cut)
+        return finished_body(request, heading, tokens, live.prompt, items, is_cut=is_cut)
 
     def _without_reply(self, running: RunningResponse, failure: PensieveError) -> dict[str, Any]:
         if running.is_cancelled:
-            return failed(running.request, running.heading, "", "", "cancelled")
+            return failed_body(running.request, running.heading, "", "", "cancelled")
         is_refused = isinstance(failure, InvalidArgument)
         code = "invalid_prompt" if is_refused else "server_error"
-        return failed(running.request, running.heading, code, str(failure))
+        return failed_body(running.request, running.heading, code, str(failure))
 
     async def _save(
         self, running: RunningResponse, body: Mapping[str, Any], revision: int | None
     ) -> None:
         """Store the response. If this fails, the error is only logged."""
         assert running.placed is not None
-        where = running.placed.where
+        turn_place = running.placed.turn_place
         response = stored_response(
-            where, running.response_id, body, running.digest, running.tenant, revision
+            turn_place, running.response_id, body, running.digest, running.tenant, revision
         )
         try:
-            await self._stored.save(response)
+            await self._history.save(response)
         except NotFound:
             pass  # the conversation was deleted meanwhile
         except PensieveError as error:
             log.error("a response could not be stored: %s", error)
 
 
-def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
+def body_without_turn(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a stored response whose turn does not run. If it is unfinished, it has failed."""
     if stored["status"] in ENDED:
         return dict(stored)

@@ -16,7 +16,7 @@ from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Endpoint, Front
 from pensieve.api.http.gateway import GatewayMethod, gateway_routes
 from pensieve.api.http.messages import MessageEndpoints
-from pensieve.api.http.messages import body_of as anthropics
+from pensieve.api.http.messages import body_of as anthropic_error_body
 from pensieve.api.http.openapi import OpenApiEndpoint, document, members_of
 from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
 from pensieve.api.http.requests import ApiRequests
@@ -82,28 +82,30 @@ def application(
     """`metrics` returns the text for Prometheus. None: the HTTP server does not serve metrics."""
     routing = need("http", "starlette.routing", PURPOSE)
     requests = ApiRequests(front, daemon, template, style)
-    described = OpenApiEndpoint()
+    openapi = OpenApiEndpoint()
     table: Sequence[Route] = (
         Route("GET", "/", PageEndpoint(), "The web page", OPEN, answers="text/html"),
-        Route("GET", "/openapi.json", described, "This document", OPEN),
-        *_watched(daemon, front, metrics),
+        Route("GET", "/openapi.json", openapi, "This document", OPEN),
+        *_status_routes(daemon, front, metrics),
         *gateway_routes(gateway, requests),
-        *_of_models(daemon, requests),
-        *_of_chats(daemon, requests),
-        *_of_responses(daemon, requests),
+        *_model_routes(daemon, requests),
+        *_chat_routes(daemon, requests),
+        *_response_routes(daemon, requests),
         *(route for plugin in plugins for route in plugin.routes(requests)),
     )
-    described.document = document(table)
+    openapi.document = document(table)
     by_path: dict[str, dict[str, Endpoint]] = {}
     for route in table:
         endpoint = Endpoint(front, route.handler, **route.settings)
         by_path.setdefault(route.path, {})[route.method] = endpoint
-    nothing = Endpoint(front, Nowhere({path: list(each) for path, each in by_path.items()}))
-    routes = [routing.Route(path, _Methods(each, nothing)) for path, each in by_path.items()]
-    return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
+    unknown_path = Endpoint(
+        front, UnknownPath({path: list(each) for path, each in by_path.items()})
+    )
+    routes = [routing.Route(path, _Methods(each, unknown_path)) for path, each in by_path.items()]
+    return routing.Router([*routes, routing.Mount("/", unknown_path)], default=unknown_path)
 
 
-def _watched(
+def _status_routes(
     daemon: Daemon, front: Front, metrics: Callable[[], Awaitable[str]] | None
 ) -> Iterator[Route]:
     health, memory = HealthEndpoints(daemon), MemoryEndpoints(daemon, front.allowed.is_local)
@@ -122,7 +124,7 @@ def _watched(
     yield Route("GET", "/pensieve/explain/{conversation_id}", memory.explain, explained)
 
 
-def _of_models(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
+def _model_routes(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
     models, tokens = ModelEndpoints(daemon, requests), TokenEndpoints(daemon, requests)
     yield Route("GET", "/v1/models", models.all, "The served model, as a list")
     yield Route("GET", "/v1/models/{model:path}", models.one, "The served model")
@@ -139,7 +141,7 @@ def _of_models(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
     yield Route("POST", "/detokenize", tokens.detokenize, "The text of tokens", body=body)
 
 
-def _of_chats(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
+def _chat_routes(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
     served = Served(Sampling())
     minimal: dict[RequestKind, Mapping[str, Any]] = {
         RequestKind.CHAT: {"model": "m", "messages": [USER]},
@@ -149,10 +151,13 @@ def _of_chats(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
         (RequestKind.CHAT, "Continue a chat"),
         (RequestKind.COMPLETION, "Continue a text"),
     ):
-        body = members_of(partial(_parsed, kind, served), minimal[kind])
+        body = members_of(partial(_parse, kind, served), minimal[kind])
         endpoint = CompletionsEndpoint(daemon, requests, kind)
         yield Route("POST", kind.value, endpoint, summary, body=body)
-    messages, as_anthropic = MessageEndpoints(daemon, requests), {"error_body": anthropics}
+    messages, as_anthropic = (
+        MessageEndpoints(daemon, requests),
+        {"error_body": anthropic_error_body},
+    )
     given: Mapping[str, Any] = {"model": "m", "messages": [USER]}
     body = members_of(
         lambda each, fields_of: anthropic.parse(each, served, fields_of), {**given, "max_tokens": 1}
@@ -165,33 +170,33 @@ def _of_chats(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
     yield Route("POST", path, messages.count_tokens, summary, as_anthropic, body)
 
 
-def _parsed(
+def _parse(
     kind: RequestKind, served: Served, given: Any, fields_of: Callable[[Any], Fields]
 ) -> Any:
     return parse(kind, given, served, fields_of)
 
 
-def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
-    stored = ResponseHistory(daemon, requests)
-    places = ResponsePlaces(daemon, requests, stored)
-    responses = ResponseEndpoints(daemon, requests, stored, places)
-    conversations = ConversationEndpoints(daemon, requests, stored)
-    one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
-    items, item = f"{one}/items", f"{one}/items/{{item_id}}"
-    parsed = partial(_parsed, RequestKind.RESPONSE, Served(Sampling()))
+def _response_routes(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
+    history = ResponseHistory(daemon, requests)
+    places = ResponsePlaces(daemon, requests, history)
+    responses = ResponseEndpoints(daemon, requests, history, places)
+    conversations = ConversationEndpoints(daemon, requests, history)
+    response, conversation = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    items, item = f"{conversation}/items", f"{conversation}/items/{{item_id}}"
+    parsed = partial(_parse, RequestKind.RESPONSE, Served(Sampling()))
     body, any_body = members_of(parsed, {"model": "m", "input": "a"}), {"type": "object"}
     return (
         Route("POST", "/v1/responses", responses.create, "Create a response", body=body),
-        Route("GET", one_response, responses.get, "A response"),
-        Route("DELETE", one_response, responses.delete, "Delete a response", DELETION),
-        Route("POST", f"{one_response}/cancel", responses.cancel, "Cancel a response"),
+        Route("GET", response, responses.get, "A response"),
+        Route("DELETE", response, responses.delete, "Delete a response", DELETION),
+        Route("POST", f"{response}/cancel", responses.cancel, "Cancel a response"),
         Route(
             *("POST", "/v1/conversations", conversations.create, "Create a conversation"),
             body=any_body,
         ),
-        Route("GET", one, conversations.get, "A conversation"),
-        Route("POST", one, conversations.update, "Change its metadata", body=any_body),
-        Route("DELETE", one, conversations.delete, "Delete a conversation", DELETION),
+        Route("GET", conversation, conversations.get, "A conversation"),
+        Route("POST", conversation, conversations.update, "Change its metadata", body=any_body),
+        Route("DELETE", conversation, conversations.delete, "Delete a conversation", DELETION),
         Route("GET", items, conversations.list_items, "Its items"),
         Route("POST", items, conversations.add_items, "Add items", body=any_body),
         Route("GET", item, conversations.get_item, "An item"),
@@ -247,8 +252,8 @@ class HealthEndpoints:
         if isinstance(refusal, DiskFull):
             raise Unavailable(client_text(refusal))
         if not self._daemon.serving:
-            why = "drains" if self._daemon.draining else "is starting, or cannot take turns"
-            raise Unavailable(f"the daemon {why}: it takes no new turns now")
+            state = "drains" if self._daemon.draining else "is starting, or cannot take turns"
+            raise Unavailable(f"the daemon {state}: it takes no new turns now")
         return {"status": "ok"}
 
     async def live(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -269,7 +274,7 @@ class MetricsEndpoint:
         await exchange.answer_bytes((await self._text()).encode(), CONTENT_TYPE)
 
 
-class Nowhere:
+class UnknownPath:
     """Refuse an unknown path or method, and suggest a known one."""
 
     def __init__(self, methods: Mapping[str, Sequence[str]]) -> None:
@@ -277,9 +282,9 @@ class Nowhere:
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         path, shown = exchange.path, f"{exchange.method} {exchange.path[:200]}"
-        what = next((name for start, name in UNSERVED.items() if path.startswith(start)), None)
-        if what is not None:
-            raise UnservedEndpoint(f"{what} cannot be used: this server only generates text")
+        feature = next((name for start, name in UNSERVED.items() if path.startswith(start)), None)
+        if feature is not None:
+            raise UnservedEndpoint(f"{feature} cannot be used: this server only generates text")
         if path in self._methods:
             allowed = " or ".join(self._methods[path])
             raise NotFound(f"unknown endpoint {shown}: this path takes {allowed}")
@@ -288,6 +293,6 @@ class Nowhere:
         raise NotFound(f"unknown endpoint {shown}")
 
 
-async def not_here(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+async def refuse_as_unknown(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
     """Refuse an endpoint that only other daemons may call, as if it were unknown."""
     raise NotFound(f"unknown endpoint {exchange.method} {exchange.path[:200]}")

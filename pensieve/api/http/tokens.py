@@ -96,13 +96,13 @@ class TokenEndpoints:
     async def tokenize(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         body = await self._body(exchange, by)
         template, context_max = self._requests.template, self._daemon.context_max
-        asked = parse_tokenize(body, template.options)
-        name = "messages" if asked.prompt is None else "prompt"
-        check_length(name, asked.num_characters, context_max)
+        request = parse_tokenize(body, template.options)
+        name = "messages" if request.prompt is None else "prompt"
+        check_length(name, request.num_characters, context_max)
 
         def work() -> Mapping[str, Any]:
-            tokens, tokenizer = asked.tokens(template), template.tokenizer
-            strings = list(map(tokenizer.token_text, tokens)) if asked.with_strings else None
+            tokens, tokenizer = request.tokens(template), template.tokenizer
+            strings = list(map(tokenizer.token_text, tokens)) if request.with_strings else None
             return {
                 "count": len(tokens),
                 "max_model_len": context_max,

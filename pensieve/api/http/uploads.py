@@ -47,7 +47,7 @@ class MultipartForm:
 
     def __init__(self, content_type: str) -> None:
         self._library = need("http", "python_multipart.multipart", PURPOSE)
-        self._found: deque[PartBegan | PartData] = deque()
+        self._pieces: deque[PartBegan | PartData] = deque()
         self._num_parts = 0
         self._name, self._value = b"", b""  # of the current header
         self._disposition = b""
@@ -76,7 +76,7 @@ class MultipartForm:
 
     def pop(self) -> PartBegan | PartData | None:
         """Return the next parsed piece. None: more bytes are needed."""
-        return self._found.popleft() if self._found else None
+        return self._pieces.popleft() if self._pieces else None
 
     def end(self) -> None:
         """Check that the form is complete."""
@@ -123,12 +123,12 @@ class MultipartForm:
         if kind != b"form-data" or not options.get(b"name"):
             raise InvalidArgument("form", "has a part without a name")
         name, filename = options[b"name"], options.get(b"filename", b"")
-        self._found.append(
+        self._pieces.append(
             PartBegan(name.decode("utf-8", "replace"), filename.decode("utf-8", "replace"))
         )
 
     def _data_came(self, data: bytes, start: int, end: int) -> None:
-        self._found.append(PartData(data[start:end]))
+        self._pieces.append(PartData(data[start:end]))
 
     def _ended(self) -> None:
         self._has_ended = True

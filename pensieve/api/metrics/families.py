@@ -171,18 +171,18 @@ def exposition(
             if isinstance(value, Histogram):
                 yield from _histogram(name, labels, value)
             else:
-                yield f"{name}{_written(labels)} {_number(value)}"
+                yield f"{name}{_label_text(labels)} {_number(value)}"
 
 
 def _histogram(name: str, labels: Mapping[str, str], value: Histogram) -> Iterator[str]:
     counts = list(accumulate(value.counts))
     for bound, count in zip((*value.bounds, math.inf), counts, strict=True):
-        yield f"{name}_bucket{_written({**labels, 'le': _number(float(bound))})} {count}"
-    yield f"{name}_count{_written(labels)} {counts[-1]}"
-    yield f"{name}_sum{_written(labels)} {_number(value.sum)}"
+        yield f"{name}_bucket{_label_text({**labels, 'le': _number(float(bound))})} {count}"
+    yield f"{name}_count{_label_text(labels)} {counts[-1]}"
+    yield f"{name}_sum{_label_text(labels)} {_number(value.sum)}"
 
 
-def _written(labels: Mapping[str, str]) -> str:
+def _label_text(labels: Mapping[str, str]) -> str:
     pairs = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items())
     return f"{{{pairs}}}" if pairs else ""
 

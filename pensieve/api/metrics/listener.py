@@ -59,14 +59,14 @@ class MetricsListener:
         name = host.removeprefix("[").removesuffix("]")
         try:
             self._server = await asyncio.start_server(
-                self._connected, name, int(port), limit=HEADER_BYTES_MAX, reuse_port=False
+                self._on_connection, name, int(port), limit=HEADER_BYTES_MAX, reuse_port=False
             )
         except OSError as error:
             raise AddressInUse(
                 f"cannot listen on {address} for metrics: {error.strerror}"
             ) from error
-        bound = self._server.sockets[0].getsockname()[1]
-        self.address = f"{host}:{bound}"
+        bound_port = self._server.sockets[0].getsockname()[1]
+        self.address = f"{host}:{bound_port}"
         return self.address
 
     async def close(self) -> None:
@@ -76,16 +76,16 @@ class MetricsListener:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._tasks) >= CONNECTIONS_MAX:
             writer.write(_response(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n"))
             writer.close()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request for metrics failed", exc_info=error)

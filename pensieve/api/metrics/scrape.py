@@ -23,7 +23,7 @@ from pensieve.errors import PensieveError
 ENGINE_SECONDS = 2.0
 COUNT_SECONDS = 15.0
 PREFIX = "pensieve_"
-Found = dict[str, list[tuple[tuple[str, ...], Value]]]
+Collected = dict[str, list[tuple[tuple[str, ...], Value]]]
 FINISHED_REASONS = {  # vLLM's names
     "stop": "stop",
     "length": "length",
@@ -56,7 +56,7 @@ class Scrape:
         self._families = (*FAMILIES, *(family for each in plugins for family in each.families))
         self._loop_lag, self._audit_lines_lost = loop_lag, audit_lines_lost
         self._num_stored = 0
-        self._of_plugins: dict[str, Sequence[tuple[tuple[str, ...], Value]]] = {}
+        self._plugin_samples: dict[str, Sequence[tuple[tuple[str, ...], Value]]] = {}
         self._count_due = 0.0  # time of the next count, by the event loop's clock
 
     async def text(self) -> str:
@@ -68,17 +68,17 @@ class Scrape:
         running = 0 if daemon.loading else daemon.conversations.turns.num_live
         states = {"stored": float(self._num_stored), "running": float(running)}
         ready = daemon.engine.ready
-        engine: Found = {}
+        engine: Collected = {}
         if figures and ready is not None:
-            engine = of_engine(figures, ready)
+            engine = engine_metrics(figures, ready)
             states["cached"] = figures["conversations_cached"]
         samples = {
-            **of_turns(daemon.meter),
-            **of_conversations(daemon),
+            **turn_metrics(daemon.meter),
+            **conversation_metrics(daemon),
             **engine,
             **_labelled("conversations", states),
-            **of_service(daemon, self._loop_lag(), self._audit_lines_lost(), now),
-            **self._of_plugins,
+            **service_metrics(daemon, self._loop_lag(), self._audit_lines_lost(), now),
+            **self._plugin_samples,
         }
         common = {"model_name": daemon.engine.model_name, "engine": "0"}
         if daemon.config.replica:
@@ -100,12 +100,12 @@ class Scrape:
                 count = self._daemon.reader.num_conversations
                 self._num_stored = await self._daemon.threads.in_read_thread("", count)
                 for plugin in self._plugins:
-                    self._of_plugins.update(await plugin.samples())
+                    self._plugin_samples.update(await plugin.samples())
 
 
-def of_turns(meter: Meter) -> Found:
+def turn_metrics(meter: Meter) -> Collected:
     usage = meter.usage
-    kept = usage.device_tokens + usage.host_tokens
+    num_cached = usage.device_tokens + usage.host_tokens
     return {
         **_labelled("turns_total", meter.outcomes),
         **_labelled(
@@ -118,7 +118,7 @@ def of_turns(meter: Meter) -> Found:
         **_plain(
             {
                 "prompt_tokens_total": usage.prompt_tokens,
-                "prompt_tokens_cached_total": kept,
+                "prompt_tokens_cached_total": num_cached,
                 "generation_tokens_total": meter.generation_tokens,
                 "prefix_cache_queries_total": usage.prompt_tokens,
                 "prefix_cache_hits_total": usage.device_tokens,
@@ -136,7 +136,7 @@ def of_turns(meter: Meter) -> Found:
     }
 
 
-def of_conversations(daemon: Daemon) -> Found:
+def conversation_metrics(daemon: Daemon) -> Collected:
     """Return metrics of the engine's turns; none before the first engine has loaded its model."""
     if daemon.loading:
         return {}
@@ -152,7 +152,7 @@ def of_conversations(daemon: Daemon) -> Found:
     )
 
 
-def of_engine(figures: Mapping[str, float], ready: Ready) -> Found:
+def engine_metrics(figures: Mapping[str, float], ready: Ready) -> Collected:
     """Return the engine's metrics. Counters start at 0 when the engine process is restarted."""
     waiting = {reason: figures[f"turns_{reason}"] for reason in TURNS_WAITING}
     slot_bytes = ready.page_bytes / ready.chunk_tokens
@@ -193,7 +193,7 @@ def of_engine(figures: Mapping[str, float], ready: Ready) -> Found:
     }
 
 
-def of_service(daemon: Daemon, lag: Quantiles, audit_lines_lost: int, now: float) -> Found:
+def service_metrics(daemon: Daemon, lag: Quantiles, audit_lines_lost: int, now: float) -> Collected:
     jobs, oldest = daemon.threads.store_waiting
     found = {
         "engine_up": daemon.engine.serving,
@@ -220,9 +220,9 @@ def of_service(daemon: Daemon, lag: Quantiles, audit_lines_lost: int, now: float
     }
 
 
-def _plain(values: Mapping[str, Value]) -> Found:
+def _plain(values: Mapping[str, Value]) -> Collected:
     return {name: [((), value)] for name, value in values.items()}
 
 
-def _labelled(name: str, values: Mapping[str, float]) -> Found:
+def _labelled(name: str, values: Mapping[str, float]) -> Collected:
     return {name: [((label,), value) for label, value in sorted(values.items())]}

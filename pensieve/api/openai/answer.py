@@ -128,8 +128,8 @@ def finish_fields(finish: FinishReason, ends_with_call: bool = False) -> dict[st
     """
     if finish is FinishReason.REPETITION:
         return {"finish_reason": "length", "stop_reason": finish.value}
-    waits = ends_with_call and finish is FinishReason.STOP
-    return {"finish_reason": "tool_calls" if waits else finish.value}
+    ends_in_call = ends_with_call and finish is FinishReason.STOP
+    return {"finish_reason": "tool_calls" if ends_in_call else finish.value}
 
 
 def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, Any]:
@@ -180,8 +180,8 @@ def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dic
     top_logprobs, offsets = [], []
     for each in tokens:
         column: dict[str, float] = {}
-        for one in (*each["top_logprobs"], each):
-            column.setdefault(one["token"], one["logprob"])
+        for token in (*each["top_logprobs"], each):
+            column.setdefault(token["token"], token["logprob"])
         top_logprobs.append(column)
         offsets.append(offset)
         offset += len(each["token"])

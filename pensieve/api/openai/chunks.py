@@ -49,7 +49,7 @@ class ChoiceStream:
         """Return the chunks for these tokens of the reply."""
         return self._chunks(tokens.pieces(self._cutter), tokens)
 
-    def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
+    def withheld_events(self, tail: ReplyTokens) -> list[dict[str, Any]]:
         """Return the chunks for text that was withheld until the end of the reply."""
         pieces = [*tail.pieces(self._cutter), *self._cutter.end()]
         return self._chunks(pieces, NO_TOKENS) if pieces else []
@@ -68,9 +68,9 @@ class ChoiceStream:
         logprobs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         reason = {"finish_reason": None} if ending is None else ending
-        one = {"index": self._choice, **new, "logprobs": logprobs, **reason}
+        choice = {"index": self._choice, **new, "logprobs": logprobs, **reason}
         usage = {"usage": None} if self._request.include_usage else {}
-        return {**_head(self._request, self._heading), "choices": [one], **usage}
+        return {**_head(self._request, self._heading), "choices": [choice], **usage}
 
 
 class ChatStream(ChoiceStream):

@@ -13,9 +13,9 @@
 
 The schema of a reply is always enforced, even if it is not `strict`. A body with two forms is refused. If a
 body has a form and tools, the reply either has the form or calls tools. Text and thinking before a call are
-free, unless a call is required. The arguments of a tool that is not `strict` may be any object. If a call is
-required, these arguments match the tool's schema as far as possible. If the model's tool calls are not JSON
-(text/tool_calls/), parameters that need a constraint on calls are refused.
+not constrained, unless a call is required. The arguments of a tool that is not `strict` may be any object. If
+a call is required, these arguments match the tool's schema as far as possible. If the model's tool calls are
+not JSON (text/tool_calls/), parameters that need a constraint on calls are refused.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def refuse_form(form: FormatFields) -> None:
 def take_response_format(fields: Fields) -> FormatFields:
     """Read the form of a chat completion or a completion."""
     found = [
-        *_of_format(fields.fields("response_format"), "json_schema"),
-        *_of_open_names(fields.fields("structured_outputs"), ""),
-        *_of_open_names(fields, "guided_"),
+        *_read_format(fields.fields("response_format"), "json_schema"),
+        *_read_open_names(fields.fields("structured_outputs"), ""),
+        *_read_open_names(fields, "guided_"),
     ]
     return _only_one(found)
 
 
 def take_text_format(text: Fields) -> FormatFields:
-    return _only_one(_of_format(text.fields("format"), ""))
+    return _only_one(_read_format(text.fields("format"), ""))
 
 
 def take_output_format(config: Fields) -> FormatFields:
@@ -88,17 +88,17 @@ def take_output_format(config: Fields) -> FormatFields:
     if kind != "json_schema":
         problem = f"{quoted(kind)} is not json_schema"
         raise Refusal(given.where("type"), problem, "unsupported_parameter")
-    found = _schema(given)
+    found = _read_schema(given)
     given.end()
     return _only_one([found])
 
 
-class _Found(NamedTuple):
+class _Form(NamedTuple):
     where: str
     constraint: Constraint
 
 
-def _only_one(found: list[_Found]) -> FormatFields:
+def _only_one(found: list[_Form]) -> FormatFields:
     if not found:
         return FormatFields()
     if len(found) > 1:
@@ -109,7 +109,7 @@ def _only_one(found: list[_Found]) -> FormatFields:
     return FormatFields(constraint, {f"constraint.{constraint.kind.value}": where})
 
 
-def _of_format(given: Fields | None, inside: str) -> list[_Found]:
+def _read_format(given: Fields | None, inside: str) -> list[_Form]:
     """Read a format. `inside`: the member that contains the schema and its name; may be empty."""
     if given is None:
         return []
@@ -117,16 +117,16 @@ def _of_format(given: Fields | None, inside: str) -> list[_Found]:
     if kind not in FORMATS:
         problem = f"{quoted(kind)} is not one of {', '.join(FORMATS)}"
         raise Refusal(given.where("type"), problem, "unsupported_parameter")
-    found: list[_Found] = []
+    found: list[_Form] = []
     if kind == "json_object":
-        found.append(_Found(given.where("type"), Constraint(ConstraintKind.JSON_OBJECT)))
+        found.append(_Form(given.where("type"), Constraint(ConstraintKind.JSON_OBJECT)))
     elif kind == "json_schema":
-        found.append(_of_schema(given, inside))
+        found.append(_read_named_schema(given, inside))
     given.end()
     return found
 
 
-def _of_schema(given: Fields, inside: str) -> _Found:
+def _read_named_schema(given: Fields, inside: str) -> _Form:
     described = given
     if inside:
         inner = given.fields(inside)
@@ -136,27 +136,27 @@ def _of_schema(given: Fields, inside: str) -> _Found:
     described.needed_text("name")
     described.text("description")
     described.flag("strict")
-    found = _schema(described)
+    found = _read_schema(described)
     if inside:
         described.end()
     return found
 
 
-def _schema(described: Fields) -> _Found:
+def _read_schema(described: Fields) -> _Form:
     where, schema = described.where("schema"), described.object("schema")
     if schema is None:
         raise Refusal(where, "is required", "missing_required_parameter")
-    return _Found(where, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+    return _Form(where, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
 
 
-def _of_open_names(given: Fields | None, prefix: str) -> list[_Found]:
+def _read_open_names(given: Fields | None, prefix: str) -> list[_Form]:
     if given is None:
         return []
     found = []
     for name, kind in OPEN_NAMES.items():
         where = given.where(f"{prefix}{name}")
         if (text := _text(kind, given, f"{prefix}{name}")) is not None:
-            found.append(_Found(where, Constraint(kind, text)))
+            found.append(_Form(where, Constraint(kind, text)))
     if not prefix:
         given.end()
     return found
@@ -185,7 +185,7 @@ class ToolRules:
     callable: frozenset[str] | None = None  # names; None: all
     # path, in the request body, of the tool choice that requires or restricts calls; "": there is none
     where: str = ""
-    must: bool = False
+    requires_call: bool = False
     # path, in the request body, of the flag that limits the reply to one call; "": no limit
     single: str = ""
 
@@ -195,7 +195,7 @@ class ToolRules:
         needs = (self.where, *(self.strict or {}).values(), self.single)
         return next((each for each in needs if each), "")
 
-    def held(self, form: FormatFields, style: CallStyle | None) -> FormatFields:
+    def constrain(self, form: FormatFields, style: CallStyle | None) -> FormatFields:
         """Return the constraint for replies that have `form` or call tools. Raises Refusal if impossible."""
         if not self.tools:
             return form
@@ -207,7 +207,7 @@ class ToolRules:
         elif known is None:
             problem = "is not supported for this model, whose tool calls are not JSON"
             raise Refusal(self.param, problem, "unsupported_parameter")
-        elif kind is not None and kind not in COMPOSED and not self.must:
+        elif kind is not None and kind not in COMPOSED and not self.requires_call:
             problem = "cannot be combined with a grammar"
             raise Refusal(self.param, problem, "unsupported_parameter")
         assert known is not None
@@ -226,20 +226,22 @@ class ToolRules:
                 continue
             is_strict = number in (self.strict or {})
             schema = None
-            if is_strict or self.must:
-                schema = _arguments(function.get("parameters"), self._where(number, is_strict))
+            if is_strict or self.requires_call:
+                schema = _arguments(
+                    function.get("parameters"), self._schema_path(number, is_strict)
+                )
             tools.append({"name": function["name"], "schema": schema, "is_lenient": not is_strict})
-        inner = None if reply is None or self.must else [reply.kind.value, reply.text]
+        inner = None if reply is None or self.requires_call else [reply.kind.value, reply.text]
         wanted = {
             "form": form,
             "tools": tools,
-            "must": self.must,
+            "must": self.requires_call,
             "single": bool(self.single),
             "reply": inner,
         }
         return Constraint(ConstraintKind.TOOL_CALLS, json.dumps(wanted))
 
-    def _where(self, number: int, is_strict: bool) -> str:
+    def _schema_path(self, number: int, is_strict: bool) -> str:
         return (self.strict or {})[number] if is_strict else self.where or "tools"
 
 
@@ -250,22 +252,22 @@ def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRul
     if not fields.flag("parallel_tool_calls", True) and rules.tools:
         rules = replace(rules, single=fields.where("parallel_tool_calls"))
     if isinstance(choice, Mapping):
-        return _of_object(Fields(choice, where), where, rules, is_nested)
+        return _read_choice_object(Fields(choice, where), where, rules, is_nested)
     if choice not in (None, "auto", "none", "required"):
         raise Refusal(where, "must be 'auto', 'none', 'required' or name a tool")
     if choice == "none":
         return ToolRules()
-    return required(rules, where) if choice == "required" else rules
+    return require_call(rules, where) if choice == "required" else rules
 
 
-def required(rules: ToolRules, where: str, names: Sequence[str] | None = None) -> ToolRules:
+def require_call(rules: ToolRules, where: str, names: Sequence[str] | None = None) -> ToolRules:
     """Require a call. With `names`, require a call of one of these tools."""
     if not rules.tools:
         raise Refusal(where, "needs tools")
-    return replace(only(rules, where, names), must=True)
+    return replace(allow_only(rules, where, names), requires_call=True)
 
 
-def only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules:
+def allow_only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules:
     """Allow only calls of the tools in `names`. None: calls of all tools."""
     if names is None:
         return replace(rules, where=where)
@@ -276,12 +278,12 @@ def only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules
     return replace(rules, callable=frozenset(names), where=where)
 
 
-def _of_object(choice: Fields, where: str, rules: ToolRules, is_nested: bool) -> ToolRules:
+def _read_choice_object(choice: Fields, where: str, rules: ToolRules, is_nested: bool) -> ToolRules:
     kind = choice.needed_text("type")
     if kind == "function":
         name = _name(choice, is_nested)
         choice.end()
-        return required(rules, where, [name])
+        return require_call(rules, where, [name])
     if kind != "allowed_tools":
         problem = f"{quoted(kind)} is not one of function, allowed_tools"
         raise Refusal(choice.where("type"), problem, "unsupported_parameter")
@@ -299,7 +301,9 @@ def _of_object(choice: Fields, where: str, rules: ToolRules, is_nested: bool) ->
         raise Refusal(inner.where("tools"), "must name a tool")
     inner.end()
     choice.end()
-    return required(rules, where, names) if mode == "required" else only(rules, where, names)
+    return (
+        require_call(rules, where, names) if mode == "required" else allow_only(rules, where, names)
+    )
 
 
 def _name(fields: Fields, is_nested: bool) -> str:

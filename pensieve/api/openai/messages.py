@@ -41,12 +41,12 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
         raise Refusal(fields.where("messages"), f"a request has 1 to {MESSAGES_MAX} messages")
     where = fields.where("messages")
     messages = messages_of(given, where)
-    if not (_continues(fields) or _is_prefix(given[-1])):
+    if not (_take_continues(fields) or _is_prefix(given[-1])):
         return messages, ""
     return messages[:-1], reply_begins(messages, f"{where}[{len(given) - 1}]")
 
 
-def _continues(fields: Fields) -> bool:
+def _take_continues(fields: Fields) -> bool:
     """Read vLLM's fields for prefill. Return whether the reply continues the last message."""
     continues = fields.flag("continue_final_message")
     if fields.flag("add_generation_prompt", not continues) is continues:

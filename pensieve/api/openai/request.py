@@ -63,7 +63,7 @@ MESSAGES_PARAMS = {
     RequestKind.COMPLETION: "prompt",
     RequestKind.RESPONSE: "input",
 }
-OF_MESSAGES = frozenset(
+MESSAGE_FIELDS = frozenset(
     {"messages", "role", "content", "thinking", "tool_calls", "tool_call_id", "name"}
 )
 ECHOED = (
@@ -90,9 +90,8 @@ IGNORED = (  # fields without effect, which clients of other servers send
     *("chat_id", "session_id", "background_tasks"),  # Open WebUI
     *("litellm_session_id", "litellm_trace_id", "litellm_metadata"),  # LiteLLM
 )
-NEUTRAL: Mapping[
-    str, tuple[Any, ...]
-] = {  # fields that Pensieve does not have, and their values that have no effect
+# Fields that Pensieve does not support, and the values that are accepted because they have no effect.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
@@ -197,7 +196,7 @@ class ParsedRequest:
 
     def param(self, name: str) -> str:
         """Return the name of a field in the body, for errors of the template, tokenizer or engine."""
-        if name in OF_MESSAGES:
+        if name in MESSAGE_FIELDS:
             return MESSAGES_PARAMS[self.kind]
         return self.params.get(name, name)
 
@@ -228,7 +227,7 @@ def parse(
     """Parse a body. An InvalidArgument names the invalid parameter."""
     fields = fields_of(body)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
-    read = take_sampling(kind, fields, served.defaults, served.vocab_size)
+    sampling_fields = take_sampling(kind, fields, served.defaults, served.vocab_size)
     ignored: list[str] = []
     if "stream_options" in fields and fields.peek("stream") is not True:
         ignored.append("stream_options")
@@ -240,7 +239,7 @@ def parse(
         _verbosity(fields, ignored)
         values |= _chat(fields) if is_chat else _response(fields)
         rules = take_tools(fields, is_nested=is_chat)
-        form = rules.held(form, served.call_style)
+        form = rules.constrain(form, served.call_style)
         options = _template_options(fields, is_chat, served.template_options)
         if rules.tools or options:
             settings = ConversationSettings("", tools=rules.tools, template_options=options)
@@ -248,14 +247,14 @@ def parse(
     begins: str = values.pop("reply_begins", "")
     if begins:
         refuse_form(form)
-    if form.constraint is not None and read.sampling.ignore_eos:
+    if form.constraint is not None and sampling_fields.sampling.ignore_eos:
         raise Refusal("ignore_eos", "cannot be combined with a constraint, which ends the reply")
-    params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
+    params = {"template_options": "chat_template_kwargs", **sampling_fields.params, **form.params}
     values |= _stream(fields)
-    values |= _kept(fields)
+    values |= _storage(fields)
     cache_salt = fields.text("cache_salt") or ""
     check_salt(cache_salt)
-    _pass_over(fields)
+    _take_without_effect(fields)
     for name, allowed in NEUTRAL.items():
         fields.only(name, *allowed)
     ignored += [name for name in IGNORED if fields.take(name) is not None]
@@ -265,7 +264,14 @@ def parse(
     if kind is RequestKind.RESPONSE:
         values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
     turn = served.turn(
-        *(messages, read.sampling, read.given, form.constraint, settings, begins),
+        *(
+            messages,
+            sampling_fields.sampling,
+            sampling_fields.given,
+            form.constraint,
+            settings,
+            begins,
+        ),
         continues_text=kind is RequestKind.COMPLETION,
     )
     turn = replace(turn, cache_salt=cache_salt)
@@ -452,14 +458,14 @@ def _stream(fields: Fields) -> dict[str, bool]:
     return {"stream": stream, "include_usage": include_usage and stream}
 
 
-def _kept(fields: Fields) -> dict[str, Any]:
+def _storage(fields: Fields) -> dict[str, Any]:
     return {
         "store": fields.switch("store"),
         "prompt_cache_key": fields.text("prompt_cache_key") or "",
     }
 
 
-def _pass_over(fields: Fields) -> None:
+def _take_without_effect(fields: Fields) -> None:
     """Read parameters without effect. Their types are checked, because a response repeats some of them."""
     for name in ("user", "safety_identifier", "service_tier"):
         fields.text(name)
@@ -517,14 +523,14 @@ def _logprobs(kind: RequestKind, fields: Fields) -> int | None:
     if kind is RequestKind.CHAT:
         wanted, switch = fields.flag("logprobs"), "logprobs: true"
     else:
-        wanted, switch = _included(fields), f"{LOGPROBS_INCLUDED!r} in include"
+        wanted, switch = _includes_logprobs(fields), f"{LOGPROBS_INCLUDED!r} in include"
     alternatives = fields.integer("top_logprobs") or 0
     if alternatives and not wanted:
         raise Refusal(fields.where("top_logprobs"), f"needs {switch}")
     return alternatives if wanted else None
 
 
-def _included(fields: Fields) -> bool:
+def _includes_logprobs(fields: Fields) -> bool:
     """Return whether `include` lists logprobs. Raises Refusal for values that are not supported."""
     given = fields.items("include") or ()
     for index, each in enumerate(given):

@@ -44,20 +44,20 @@ LAST_EVENTS = {
 ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
-def unfinished(request: ParsedRequest, heading: Heading, status: str) -> dict[str, Any]:
+def unfinished_body(request: ParsedRequest, heading: Heading, status: str) -> dict[str, Any]:
     """Return the body of a response that has no reply yet."""
     body = response_body(request, NO_TOKENS, NO_PROMPT, heading, [])
     return {**body, "status": status, "incomplete_details": None, "usage": None}
 
 
-def failed(
+def failed_body(
     request: ParsedRequest, heading: Heading, code: str, message: str, status: str = "failed"
 ) -> dict[str, Any]:
     error = {"code": code, "message": message} if status == "failed" else None
-    return {**unfinished(request, heading, status), "error": error}
+    return {**unfinished_body(request, heading, status), "error": error}
 
 
-def finished(
+def finished_body(
     request: ParsedRequest,
     heading: Heading,
     reply: ReplyTokens,
@@ -83,7 +83,7 @@ class ResponseStream:
         self._has_text = False
 
     def begin(self, body: Mapping[str, Any]) -> list[Event]:
-        return self._numbered(
+        return self._number_events(
             [
                 {"type": "response.created", "response": dict(body)},
                 {"type": "response.in_progress", "response": dict(body)},
@@ -102,18 +102,18 @@ class ResponseStream:
         for number in range(len(tokens.token_ids)):
             token = _token(tokens, number)
             pieces = token.pieces(self._cutter)
-            found += self._numbered(self._items.push(pieces, self._rows(token)))
+            found += self._number_events(self._items.push(pieces, self._rows(token)))
         return found
 
-    def rest(self, tail: ReplyTokens) -> list[Event]:
+    def withheld_events(self, tail: ReplyTokens) -> list[Event]:
         """Return the events for text that was withheld until the end of the reply."""
         return self.pieces([*tail.pieces(self._cutter), *self._cutter.end()])
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Event]:
-        return self._numbered(self._items.push(pieces))
+        return self._number_events(self._items.push(pieces))
 
     def items(self, *, is_whole: bool) -> list[dict[str, Any]]:
-        self._numbered(self._items.end(is_whole=is_whole))
+        self._number_events(self._items.end(is_whole=is_whole))
         return self._items.items
 
     def end(self, body: Mapping[str, Any]) -> list[Event]:
@@ -122,21 +122,23 @@ class ResponseStream:
             "type": LAST_EVENTS.get(status, "response.incomplete"),
             "response": dict(body),
         }
-        return self._numbered([*self._items.end(is_whole=status == "completed"), last])
+        return self._number_events([*self._items.end(is_whole=status == "completed"), last])
 
     def failed(self, body: Mapping[str, Any]) -> list[Event]:
         """Return the event of a failed response. `body` has the reason."""
-        return self._numbered([{"type": "response.failed", "response": dict(body)}])
+        return self._number_events([{"type": "response.failed", "response": dict(body)}])
 
     def error(self, code: str | None, message: str, param: str | None = None) -> list[Event]:
-        return self._numbered([{"type": "error", "code": code, "message": message, "param": param}])
+        return self._number_events(
+            [{"type": "error", "code": code, "message": message, "param": param}]
+        )
 
     def _rows(self, tokens: ReplyTokens) -> list[dict[str, Any]]:
         rows = logprob_rows(tokens, self._tokenizer, is_first=not self._has_text)
         self._has_text = self._has_text or bool(rows)
         return rows
 
-    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+    def _number_events(self, events: Iterable[Event]) -> list[Event]:
         found = []
         for each in events:
             found.append({**each, "sequence_number": self._number})
@@ -187,21 +189,21 @@ class OutputItems:
                 self._waiting = []
                 events.append(self._delta("response.function_call_arguments.delta", piece.text))
             elif isinstance(piece, Thinking):
-                events += self._opened("reasoning")
+                events += self._ensure_open("reasoning")
                 events.append(self._delta("response.reasoning_text.delta", piece.text))
             else:
-                events += self._opened("message")
+                events += self._ensure_open("message")
                 events.append(self._text_delta(piece.text))
         return events
 
     def end(self, *, is_whole: bool) -> list[Event]:
         """Return the last events. If `is_whole` is False, the last item is marked as incomplete."""
-        events = [] if self.items else self._opened("message")
+        events = [] if self.items else self._ensure_open("message")
         if self._waiting and self._is_open and self.items[-1]["type"] == "message":
             events.append(self._text_delta(""))
         return events + self._close("completed" if is_whole else "incomplete")
 
-    def _opened(self, kind: str) -> list[Event]:
+    def _ensure_open(self, kind: str) -> list[Event]:
         if self._is_open and self.items[-1]["type"] == kind:
             return []
         return self._close("completed") + self._open(
@@ -217,13 +219,13 @@ class OutputItems:
         if item["type"] == "function_call":
             return added
         part = _part(item["type"], "", [])
-        return [*added, self._of_part("response.content_part.added", part=part)]
+        return [*added, self._part_event("response.content_part.added", part=part)]
 
     def _delta(self, kind: str, text: str) -> Event:
         self._text.append(text)
         if self.items[-1]["type"] == "function_call":
-            return self._of_item(kind, delta=text)
-        return self._of_part(kind, delta=text)
+            return self._item_event(kind, delta=text)
+        return self._part_event(kind, delta=text)
 
     def _text_delta(self, text: str) -> Event:
         rows, self._waiting = self._waiting, []
@@ -237,30 +239,30 @@ class OutputItems:
         item, text = self.items[-1], "".join(self._text)
         if item["type"] == "function_call":
             item |= {"arguments": text, "status": "completed" if _is_object(text) else "incomplete"}
-            done = self._of_item(
+            done = self._item_event(
                 "response.function_call_arguments.done", arguments=text, name=item["name"]
             )
             return [done, self._event("response.output_item.done", item=_copy(item))]
         part = _part(item["type"], text, self._rows)
         item |= {"content": [part], "status": status}
         if item["type"] == "message":
-            done = self._of_part("response.output_text.done", text=text, logprobs=self._rows)
+            done = self._part_event("response.output_text.done", text=text, logprobs=self._rows)
         else:
-            done = self._of_part("response.reasoning_text.done", text=text)
+            done = self._part_event("response.reasoning_text.done", text=text)
         return [
             done,
-            self._of_part("response.content_part.done", part=part),
+            self._part_event("response.content_part.done", part=part),
             self._event("response.output_item.done", item=_copy(item)),
         ]
 
     def _event(self, kind: str, **values: Any) -> Event:
         return {"type": kind, "output_index": len(self.items) - 1, **values}
 
-    def _of_item(self, kind: str, **values: Any) -> Event:
+    def _item_event(self, kind: str, **values: Any) -> Event:
         return self._event(kind, item_id=self.items[-1]["id"], **values)
 
-    def _of_part(self, kind: str, **values: Any) -> Event:
-        return self._of_item(kind, content_index=0, **values)
+    def _part_event(self, kind: str, **values: Any) -> Event:
+        return self._item_event(kind, content_index=0, **values)
 
 
 def _reasoning() -> dict[str, Any]:

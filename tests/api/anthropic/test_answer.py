@@ -18,11 +18,11 @@ from pensieve.api.anthropic.render import (
     MessageEnding,
     MessageStream,
     blocks_of,
+    complete_members,
     ending_of,
     error_body,
     message,
-    stopped_by,
-    whole_part,
+    stop_string_of,
 )
 from pensieve.api.openai.answer import Heading
 from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
@@ -203,7 +203,7 @@ def test_a_client_assembles_a_stream_into_the_whole_message(
 def test_truncated_arguments_keep_their_complete_members(
     arguments: str, whole: dict[str, Any]
 ) -> None:
-    assert whole_part(arguments) == whole
+    assert complete_members(arguments) == whole
 
 
 @given(OBJECTS, st.data())
@@ -211,7 +211,7 @@ def test_truncated_arguments_contain_only_members_of_the_full_arguments(
     arguments: dict[str, Any], data: st.DataObject
 ) -> None:
     text = json.dumps(arguments)
-    found = whole_part(text[: data.draw(st.integers(0, len(text)))])
+    found = complete_members(text[: data.draw(st.integers(0, len(text)))])
     assert list(found) == list(arguments)[: len(found)]
     for name, value in found.items():
         full = arguments[name]
@@ -246,17 +246,19 @@ def test_the_stop_string_is_found_from_the_withheld_text(
     ids = tokenizer.encode_literal(sampled)
     texts = [released, *[""] * (len(ids) - 1)]
     assert (
-        stopped_by(ReplyTokens(ids, texts, STOP), tokenizer, stops, continues_text=False) == found
+        stop_string_of(ReplyTokens(ids, texts, STOP), tokenizer, stops, continues_text=False)
+        == found
     )
     assert (
-        stopped_by(ReplyTokens(ids, texts, LENGTH), tokenizer, stops, continues_text=False) is None
+        stop_string_of(ReplyTokens(ids, texts, LENGTH), tokenizer, stops, continues_text=False)
+        is None
     )
 
 
 def test_an_end_of_turn_token_is_not_reported_as_a_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_literal("one<|im_end|>")
     assert (
-        stopped_by(
+        stop_string_of(
             ReplyTokens(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x"), continues_text=False
         )
         is None

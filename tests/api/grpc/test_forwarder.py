@@ -67,7 +67,7 @@ def short_look_interval(monkeypatch: pytest.MonkeyPatch) -> None:
 async def answered(owners: Any, call: Any, owner: OwnedElsewhere = OWNER) -> bool:
     forwarder = Forwarder(owners, Peers("two"))
     try:
-        return await forwarder.answered(owner, "t", call)
+        return await forwarder.forward(owner, "t", call)
     finally:
         await forwarder.close()
 
@@ -82,7 +82,7 @@ def test_the_forwarder_waits_if_a_newer_daemon_has_the_owners_address(
         num_sent += 1
         raise NotOwner(OWNER)
 
-    monkeypatch.setattr(Forwarder, "_sent", refused)
+    monkeypatch.setattr(Forwarder, "_send", refused)
     taken = [OWNER] * (2 * forwarding.OWNERS_MAX)
     assert asyncio.run(answered(ScriptedClaims(OWNER, *taken, None), None)) is False
     assert num_sent == len(taken) + 1
@@ -92,7 +92,7 @@ def test_the_forwarder_never_forwards_to_its_own_daemon(monkeypatch: pytest.Monk
     async def sent(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Forwarder, "_sent", sent)
+    monkeypatch.setattr(Forwarder, "_send", sent)
     earlier = OwnedElsewhere("c", "earlier", OURS)
     assert asyncio.run(answered(ScriptedClaims(earlier, earlier, None), None, earlier)) is False
 

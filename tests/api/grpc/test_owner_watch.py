@@ -55,7 +55,7 @@ def test_one_claim_checks_the_owner_for_all_waiting_calls() -> None:
         await until(lambda: "b" in claims.asked)
         for wait in waits:
             watch.end(wait)
-        await until(lambda: not watch._looking)
+        await until(lambda: not watch._watching)
         begun(watch, told, "d")  # a new call looks again
         await until(lambda: "d" in claims.asked)
         await watch.close()

@@ -42,7 +42,7 @@ RECONNECT = """() => {  // as after the end of the daemon
     Object.defineProperty(document, "hidden", { value: true, configurable: true });
     document.dispatchEvent(new Event("visibilitychange"));
     delete document.hidden;
-    disconnected(new Lost());
+    onDisconnect(new Lost());
 }"""
 RETURN = """() => {  // as when the user returns to the tab after some time
     listedAt = 0;
@@ -597,7 +597,7 @@ def test_markdown_of_any_text_takes_little_time(browser: Any, slow: HttpRig) -> 
 
 def test_a_running_reply_ends_with_a_caret(browser: Any, slow: HttpRig) -> None:
     script = """content => {
-        const box = messageDrawn({ role: "ROLE_ASSISTANT", content, isRunning: true });
+        const box = messageNode({ role: "ROLE_ASSISTANT", content, isRunning: true });
         $("log").replaceChildren(box);
         const hasCaret = each => getComputedStyle(each, "::after").content === '""';
         return [...box.querySelectorAll(".text *")].filter(hasCaret).map(each => each.textContent);
@@ -1550,7 +1550,7 @@ def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], s
         act(page, "user", 0, "Edit message")
         assert rules_broken(page) == []
         page.keyboard.press("Escape")
-        page.evaluate("disconnected(new Lost()); problem(new Lost(), () => {})")
+        page.evaluate("onDisconnect(new Lost()); problem(new Lost(), () => {})")
         assert rules_broken(page) == []
         drawer(page, "More")
         assert rules_broken(page) == []

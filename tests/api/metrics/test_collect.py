@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.api.metrics.scrape import Found, of_turns
+from pensieve.api.metrics.scrape import Collected, turn_metrics
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
 from pensieve.core.iteration import SampledToken
@@ -16,7 +16,7 @@ def ended(turn_id: int, **tokens: int) -> TurnEnded:
     return TurnEnded(turn_id, "c", FinishReason.STOP, Usage(**tokens))  # type: ignore[arg-type]  # only counts are given
 
 
-def by(found: Found, name: str) -> dict[str, float]:
+def by(found: Collected, name: str) -> dict[str, float]:
     return {labels[0]: value for labels, value in found[name]}  # type: ignore[misc]
 
 
@@ -37,7 +37,7 @@ def test_each_cached_token_has_one_source(
     meter = Meter()
     one = ended(1, new_tokens=5, device_tokens=device, host_tokens=host, shared_tokens=shared)
     meter.engine_events([one], lambda number: None)
-    found = of_turns(meter)
+    found = turn_metrics(meter)
     assert by(found, "prompt_tokens_cached_by_source_total") == dict(
         zip(("device", "host", "shared"), sources, strict=True)
     )
@@ -49,9 +49,9 @@ def test_each_cached_token_has_one_source(
 def test_source_counters_never_decrease() -> None:
     meter = Meter()
     meter.engine_events([ended(1, device_tokens=50)], lambda number: None)
-    before = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
+    before = by(turn_metrics(meter), "prompt_tokens_cached_by_source_total")
     meter.engine_events([ended(2, host_tokens=100, shared_tokens=100)], lambda number: None)
-    after = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
+    after = by(turn_metrics(meter), "prompt_tokens_cached_by_source_total")
     assert (before["device"], after) == (50, {"device": 50, "host": 0, "shared": 100})
 
 
@@ -70,7 +70,7 @@ def test_recomputed_tokens_are_counted_by_the_reason_of_their_turn() -> None:
         ended(9, recomputed_tokens=4000),  # the end of a warm
     ]
     meter.engine_events(events, live.get)
-    found = of_turns(meter)
+    found = turn_metrics(meter)
     assert by(found, "kv_recomputed_tokens_total") == {
         "dropped": 103,
         "engine_restarted": 20,

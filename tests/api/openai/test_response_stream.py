@@ -16,10 +16,10 @@ from pensieve.api.openai.conversation_items import Place, place_of, tag_of
 from pensieve.api.openai.response_stream import (
     OutputItems,
     ResponseStream,
-    failed,
-    finished,
+    failed_body,
+    finished_body,
     pieces_of,
-    unfinished,
+    unfinished_body,
 )
 from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
@@ -44,9 +44,11 @@ def streamed(
     for each in pushes:
         items.push(each)
     items.end(is_whole=finish is FinishReason.STOP)
-    body = finished(request, HEADING, ReplyTokens([1, 2], ["", ""], finish), PROMPT, items.items)
+    body = finished_body(
+        request, HEADING, ReplyTokens([1, 2], ["", ""], finish), PROMPT, items.items
+    )
     stream = ResponseStream(request, PLACE, None, ReplyPieces(None))  # type: ignore[arg-type]  # logprobs alone need it
-    events = stream.begin(unfinished(request, HEADING, "in_progress"))
+    events = stream.begin(unfinished_body(request, HEADING, "in_progress"))
     for each in pushes:
         events += stream.pieces(each)
     return [*events, *stream.end(body)]
@@ -168,7 +170,7 @@ def test_only_the_last_event_has_usage() -> None:
 
 
 def test_failure_events_carry_code_and_message() -> None:
-    body = failed(response(), HEADING, "server_error", "the engine stopped")
+    body = failed_body(response(), HEADING, "server_error", "the engine stopped")
     stream = ResponseStream(response(), PLACE, None, ReplyPieces(None))  # type: ignore[arg-type]
     (event,) = stream.failed(body)
     assert (event["type"], event["sequence_number"]) == ("response.failed", 0)
