@@ -229,7 +229,9 @@ def test_rays_own_errors_are_reported_as_unavailable(
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
         assert context.said["details"] == GONE
         context = Context()
-        await _wrap(GET, grpc.unary_unary_rpc_method_handler(ray_unary_handler)).unary_unary(b"", context)
+        await _wrap(GET, grpc.unary_unary_rpc_method_handler(ray_unary_handler)).unary_unary(
+            b"", context
+        )
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(work())
