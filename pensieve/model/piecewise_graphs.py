@@ -115,7 +115,7 @@ class PiecewiseGraphs:
             if index == last > 0:
                 residual = self._residual[:size].copy_(residual)
 
-        def first_two() -> None:  # launch every kernel of the pieces, except one copy
+        def first_two() -> None:  # launches every kernel of the pieces, except one copy
             for index in range(min(2, len(self._layers))):
                 compute(index)
 
