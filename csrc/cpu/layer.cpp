@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRowsOfDecodes = 64;    // up to this number of rows, reading weights is the limit, so blocks do not help
 constexpr int kRowBytes = 512 << 10;  // up to this size, all rows together stay in the cache from panel to panel
-constexpr int kPiecesOfThread = 4;    // minimum blocks per thread: blocks are small, so the wait for the last block is short
+constexpr int kPiecesOfThread = 4;    // minimum blocks per thread: blocks are small, so the last block is soon done
 
 struct Worker {
   const Dense& dense;
