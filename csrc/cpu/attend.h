@@ -10,12 +10,12 @@
 // The tile and the values are read from memory once for all rows of the item. Memory bandwidth is the limit for a
 // decode, and for eight queries with one head each. Arithmetic is the limit for 32 rows (eight queries, four query
 // heads per KV head). Measured (Zen 5, two threads, contexts of 512 and more, bfloat16 and float): 50 to 80 % of the
-// read bandwidth with one query head per KV head. With four, it is 20 to 40 %.
+// read bandwidth with one query head per KV head, 20 to 40 % with four.
 //
 // Codes (attention.h) are whole numbers of at most 7 bits, which bfloat16 and float represent exactly. So products
 // multiply codes. Then a slot's key scale multiplies the slot's scores, and its value scale multiplies the weights.
 //
-// Slots behind a row's own position get a score of minus infinity. The values of slots behind the part's last
+// Slots after a row's own position get a score of minus infinity. The values of slots after the part's last
 // position are never multiplied: they were never written, and may hold NaN.
 #pragma once
 
@@ -362,7 +362,7 @@ inline int64_t query_at(const Part& part, int token) {
   return (part.rows ? part.rows[token] : token) * part.token_stride;
 }
 
-// The rows of a block are interleaved, so that one pointer reaches the same dimension of all of them.
+// The rows of a block are interleaved, so that one pointer reaches the same dimension of all rows.
 template <typename Element, int Rows>
 struct TakeQuery {
   static void run(int row, Scratch& scratch, const Part& part) {

@@ -1,6 +1,6 @@
 // The kernels for x86-64 with AVX-512 and VNNI: one instruction adds four products of bytes to each lane. Products of
-// bfloat16 are made one by one as floats. For processors without BF16, and for processors whose BF16 products are no
-// faster than floats.
+// bfloat16 are made one by one as floats. Used on processors without BF16, and on processors whose BF16 products
+// are no faster than floats.
 #define LANES 16
 #define BFLOAT16_DOT 0
 #define BYTE_DOT 1

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRowsOfDecodes = 64;    // up to this number of rows, reading weights is the limit, so blocks do not help
 constexpr int kRowBytes = 512 << 10;  // up to this size, all rows together stay in the cache from panel to panel
-constexpr int kPiecesOfThread = 4;    // minimum blocks per thread: blocks are small, so the wait for the last is short
+constexpr int kPiecesOfThread = 4;    // minimum blocks per thread: blocks are small, so the last block is soon done
 
 struct Worker {
   const Dense& dense;
@@ -338,7 +338,7 @@ int32_t pensieve_layers(const char* only, const Layer* const* layers, int32_t nu
     const int32_t answer =
         pensieve_layer(only, layers[i], buffers, pages, residual, nullptr, -1, state);
     if (answer) return answer;
-    residual = state;  // a layer has read its residual when it writes the next one
+    residual = state;  // a layer reads its residual before it writes the next residual
   }
   return pensieve_layer(only, layers[num_layers - 1], buffers, pages, residual, kept, num_kept, out);
 }

@@ -97,7 +97,7 @@ struct Rotating {
 };
 using RotateRow = void (*)(const Rotating&, int32_t row);
 
-// Quantises a row to bytes around kZero. Returns the step size. Bytes behind the row, up to `padded`, are kZero.
+// Quantises a row to bytes around kZero. Returns the step size. Bytes after the row, up to `padded`, are kZero.
 using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8_t* out);
 
 // Returns the first column of the largest value, or -1 if any value is not finite.

@@ -167,7 +167,7 @@ Partial partial_at(float* memory, int num_rows, int head_size) {
   return {behind, behind + num_rows, memory};
 }
 
-// Merges an item's partial results into the first one.
+// Merges an item's partial results into the first result.
 Partial merge(const Item& item, float* memory, int num_rows, int head_size) {
   const int64_t stride = partial_floats(num_rows, head_size);
   const Partial all = partial_at(memory, num_rows, head_size);

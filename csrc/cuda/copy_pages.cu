@@ -5,7 +5,7 @@
 //   target[target_pages[i], :, :, :num_slots[i]] <- source[source_pages[i], :, :, :num_slots[i]]
 //
 // A page is 2 · kv_heads contiguous tiles of 32 · head_size elements.  The first num_slots rows of a tile are
-// copied, 16 bytes at a time, bit for bit.  Each block copies a whole page, and then the next one.  Each thread issues
+// copied, 16 bytes at a time, bit for bit.  Each block copies whole pages, one after another.  Each thread issues
 // four loads before the first store, which hides the latency of the bus.  So a few blocks saturate the bus, and the
 // other multiprocessors are free for the computation.
 //

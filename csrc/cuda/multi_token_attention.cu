@@ -19,11 +19,11 @@
 //
 // Scores and values are products on the matrix units (m16n8k16).  The query stays in registers if it fits; otherwise
 // it is read again from shared memory.  A run is masked only if the warp's first row does not see all of its keys.
-// Slots behind the last key are loaded as zeros, because a slot that was never written may hold NaN.
+// Slots after the last key are loaded as zeros, because a slot that was never written may hold NaN.
 //
 // Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run then has 32 keys, so that as many bytes
 // are in flight as with 16-bit elements, and a warp unpacks its data in registers.  In wide items the block unpacks a
-// page once for all warps, into a tile of elements behind the query.  A NaN among the bytes makes all rows of the warp
+// page once for all warps, into a tile of elements after the query.  A NaN among the bytes makes all rows of the warp
 // (narrow) or of the block (wide) NaN.
 //
 // For a part of a longer context, the kernel writes normalised rows and log2 of their sums, which merge_parts.cu merges.

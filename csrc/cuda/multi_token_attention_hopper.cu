@@ -65,7 +65,7 @@ constexpr int KEY_COLUMNS = KEYS / 8;    // runs of eight columns in the scores
 constexpr int COLUMNS = HEAD / 8;        // runs of eight columns in the values
 constexpr int CONSUMERS_MEET = 1;        // number of a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
-constexpr int UNUSED = 1000;             // an offset behind the barriers
+constexpr int UNUSED = 1000;             // an offset after the barriers
 
 // The addresses of all data in shared memory.
 struct Stages {

@@ -126,13 +126,13 @@ __device__ __forceinline__ float factor_of(const float* kv_scales, int index) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     write_kv(const Element* key,    // (tokens, kv_heads, head_size), rows key_stride and key_head_stride apart
-             const Element* value,  // alike
+             const Element* value,  // like key
              const int64* slot_mapping,  // (tokens)
              int kv_heads, int64 key_stride, int64 key_head_stride, int64 value_stride,
              int64 value_head_stride, int64 page_stride,
              const float* kv_scales,  // (2, kv_heads): keys' and values'; read only where Stored is bytes
              Stored* key_pages,       // (pages, kv_heads, 32, head_size), page_stride apart
-             Stored* value_pages) {   // alike
+             Stored* value_pages) {   // like key_pages
   const int64 token = blockIdx.x, slot = slot_mapping[token];
   const int64 page = slot / PAGE * page_stride + slot % PAGE * HEAD_SIZE;
   for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / EACH); i += THREADS) {

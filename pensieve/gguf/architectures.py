@@ -101,13 +101,13 @@ def config_of(header: Header) -> dict[str, Any]:
     architecture, prefix = architecture_of(header), header.architecture
     _refuse_unknown_keys(header)
 
-    def whole(name: str, default: int | None = None) -> int:
+    def integer(name: str, default: int | None = None) -> int:
         return int(header.number(f"{prefix}.{name}", default))
 
-    heads, hidden = whole("attention.head_count"), whole("embedding_length")
-    head_size = whole("attention.key_length", hidden // heads)
+    heads, hidden = integer("attention.head_count"), integer("embedding_length")
+    head_size = integer("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
-        if (size := whole(name, head_size)) != head_size:
+        if (size := integer(name, head_size)) != head_size:
             raise UnsupportedModel(
                 f"{header.path.name} cannot be served exactly: {prefix}.{name} is {size}, and its "
                 f"heads have {head_size} elements"
@@ -115,14 +115,14 @@ def config_of(header: Header) -> dict[str, Any]:
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
-        "vocab_size": _needed(header, "token_embd.weight").shape[0],
+        "vocab_size": _required_tensor(header, "token_embd.weight").shape[0],
         "hidden_size": hidden,
-        "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"),
+        "intermediate_size": integer("feed_forward_length"),
+        "num_hidden_layers": integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "num_key_value_heads": integer("attention.head_count_kv", heads),
         "head_dim": head_size,
-        "max_position_embeddings": whole("context_length"),
+        "max_position_embeddings": integer("context_length"),
         "rms_norm_eps": header.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(header, head_size),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -136,7 +136,7 @@ def weights_of(header: Header) -> list[Weight]:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found = []
     for name, wanted in _names(architecture, config):
-        tensor = _needed(header, name)
+        tensor = _required_tensor(header, name)
         kind = name.split(".")[-2] if architecture.is_reordered else ""
         found.append(Weight(wanted, tensor, heads.get(kind, 0)))
     unknown = set(header.tensors) - {each.tensor.name for each in found} - {ROPE_FACTORS}
@@ -158,7 +158,7 @@ def _names(architecture: Architecture, config: dict[str, Any]) -> Iterator[tuple
             yield f"blk.{layer}.{name}", f"model.layers.{layer}.{wanted}"
 
 
-def _needed(header: Header, name: str) -> Tensor:
+def _required_tensor(header: Header, name: str) -> Tensor:
     if name not in header.tensors:
         raise ModelError(f"{header.path.name} lacks the tensor {name}")
     return header.tensors[name]

@@ -119,8 +119,8 @@ def tokenizer_of(header: Header) -> Tokenizer:
     for added, number in (("special", CONTROL), ("others", USER_DEFINED)):
         found = [
             AddedToken(token, normalized=False, special=added == "special")
-            for token, kind_of in zip(tokens, kinds, strict=False)
-            if kind_of == number
+            for token, token_kind in zip(tokens, kinds, strict=False)
+            if token_kind == number
         ]
         made.add_tokens(found) if added == "others" else made.add_special_tokens(found)
     return made

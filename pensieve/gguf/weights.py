@@ -44,7 +44,7 @@ def check_kinds(weights: Sequence[Weight], name: str) -> None:
     samples = {each.tensor.kind: each.tensor for each in weights}
     for kind, tensor in samples.items():
         try:
-            _unpacked(tensor.data[:1], kind)
+            _unpack(tensor.data[:1], kind)
         except NotImplementedError:
             raise UnsupportedModel(
                 f"{name} has weights of the type {kind}, which the package gguf cannot unpack"
@@ -67,12 +67,12 @@ def write_weights(weights: Sequence[Weight], path: Path, progress: Callable[[int
         file.write(len(text).to_bytes(8, "little") + text)
         for weight in weights:
             for block in _blocks(weight):
-                written += file.write(_as_kind(_unpacked(block, weight.tensor.kind), kind))
+                written += file.write(_as_kind(_unpack(block, weight.tensor.kind), kind))
                 progress(written)
 
 
 def _blocks(weight: Weight) -> Iterator[Any]:
-    """Yield blocks of packed rows of a tensor, in the order for transformers."""
+    """Yield blocks of packed rows of a tensor, in the order that transformers expects."""
     data = weight.tensor.data
     if len(weight.tensor.shape) == 1:
         yield data
@@ -91,7 +91,7 @@ def _order(weight: Weight) -> Any:
     return rows.reshape(weight.num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _unpacked(rows: Any, kind: str) -> Any:
+def _unpack(rows: Any, kind: str) -> Any:
     """Unpack rows to float32."""
     package = library()
     return package.dequantize(rows, package.GGMLQuantizationType[kind])

@@ -49,7 +49,7 @@ def available() -> bool:
 
 
 def copy_pieces(pieces: Pieces, source: torch.Tensor, target: torch.Tensor, stream: int) -> None:
-    """Copy pieces between arenas, on the stream with this handle.  Requires `available`."""
+    """Copy pieces between arenas, on the stream with this handle.  Call this only if `available()`."""
     count = len(pieces.sizes)
     if not count:
         return

@@ -106,7 +106,7 @@ def compiled_library() -> ctypes.CDLL | None:
     for folder in _folders():
         if (folder / NAME).exists():
             try:
-                return _declared(ctypes.CDLL(str(folder / NAME)))
+                return _declare(ctypes.CDLL(str(folder / NAME)))
             except (OSError, AttributeError) as error:
                 warnings.warn(f"{folder / NAME} cannot be used: {error}", stacklevel=2)
                 return None
@@ -153,7 +153,7 @@ def _folders() -> list[Path]:
     ]
 
 
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes = list(arguments)

@@ -10,8 +10,8 @@ A kernel's code (a cubin) is taken from, in this order:
 
 A file's name is `key-digest.cubin`.  The key is the SHA-256 of everything that the code depends on: the
 source and every header, the definitions, the architecture and the options.  For files in the cache, the key
-also depends on the version of the compiler.  The digest is the SHA-256 of the file's content.  A file with
-another digest is not used.
+also depends on the version of the compiler.  The digest is the SHA-256 of the file's content.  A file
+whose content has another digest is not used.
 
 Concurrent processes are safe: a file is written under another name and then renamed, so it is complete when
 it appears.  While one process compiles a key, other processes that need the key wait for its lock.  The cache
@@ -192,15 +192,15 @@ def store(folder: Path, key: str, code: bytes) -> Path:
     path = folder / f"{key}-{hashlib.sha256(code).hexdigest()}.cubin"
     for damaged in folder.glob(f"{key}-*.cubin"):  # an intact file would have been used
         damaged.unlink(missing_ok=True)
-    descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
+    descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(code)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
-        Path(beside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise DeviceError(f"cannot store a compiled kernel in {folder}: {error}") from error
     return path
 

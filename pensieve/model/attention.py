@@ -47,7 +47,7 @@ class AttentionCall(NamedTuple):
     value: torch.Tensor  # (tokens, kv_heads, head_size)
     kind: AttentionKind
     mask: torch.Tensor | None  # from `probing_mask`
-    rest: Mapping[str, Any]  # other arguments: the probe checks them, serving ignores them
+    other_arguments: Mapping[str, Any]  # the probe checks them, serving ignores them
 
 
 class ForwardPass(Protocol):
@@ -196,7 +196,7 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     pensieve_pass: ForwardPass | None = None,
-    **rest: Any,
+    **other_arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend in one layer.  Transformers calls this function in every layer."""
     if pensieve_pass is None:
@@ -211,7 +211,7 @@ def attention_forward(
         value[0].transpose(0, 1),
         AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling),
         attention_mask,
-        rest,
+        other_arguments,
     )
     return pensieve_pass.attend(call).unsqueeze(0), None
 

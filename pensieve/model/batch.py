@@ -109,21 +109,21 @@ class Batch:
             page_table.extend(pages)
             page_table.frombytes(bytes(4 * (pages_max - len(pages))))
         rows = (token_ids, positions, slots, logit_rows, entries, sampled_rows)
-        there = staged((*rows, offsets, slice_turns, starts, page_table), device)
-        input_ids = there[0]
+        columns = staged((*rows, offsets, slice_turns, starts, page_table), device)
+        input_ids = columns[0]
         if entries:
             assert sampled is not None
-            known = sampled.ids.index_select(0, there[5]).clamp_(min=0)
-            input_ids.index_copy_(0, there[4], known)
+            known = sampled.ids.index_select(0, columns[5]).clamp_(min=0)
+            input_ids.index_copy_(0, columns[4], known)
         shared = search(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None
         return cls(
             input_ids=input_ids,
-            positions=there[1],
-            slot_mapping=there[2],
+            positions=columns[1],
+            slot_mapping=columns[2],
             page_index=PageIndex(
-                there[9].view(len(tables), pages_max), there[6], there[7], there[8], shared
+                columns[9].view(len(tables), pages_max), columns[6], columns[7], columns[8], shared
             ),
-            logit_rows=there[3],
+            logit_rows=columns[3],
             logit_attempt_ids=tuple(logit_attempt_ids),
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
@@ -133,9 +133,9 @@ class Batch:
 
 def staged(columns: Sequence[array[int]], device: torch.device) -> list[torch.Tensor]:
     """Return every column as a tensor on the device, with one copy; int64 columns must come first."""
-    whole = bytearray().join(column.tobytes() for column in columns)
-    there = upload(torch.frombuffer(whole, dtype=torch.uint8), device)
-    pieces = torch.split(there, [len(column) * column.itemsize for column in columns])
+    joined = bytearray().join(column.tobytes() for column in columns)
+    uploaded = upload(torch.frombuffer(joined, dtype=torch.uint8), device)
+    pieces = torch.split(uploaded, [len(column) * column.itemsize for column in columns])
     return [
         piece.view(torch.int64 if column.itemsize == 8 else torch.int32)
         for piece, column in zip(pieces, columns, strict=True)

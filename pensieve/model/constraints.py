@@ -86,7 +86,8 @@ class TurnConstraints:
         self._num_bytes = -(-vocab_size // 8)
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None  # for masks
-        self._compilers: ThreadPoolExecutor | None = None  # separate, so no mask waits for them
+        # Separate, so that no mask waits for a compilation.
+        self._compilers: ThreadPoolExecutor | None = None
         self._compiling: dict[int, Future[Matcher]] = {}  # by attempt_id, until the turn begins
         self._constrained: dict[int, ConstrainedReply] = {}  # by attempt_id, until the turn ends
 
@@ -204,18 +205,18 @@ class ThinkingTracker:
             if token_id in vocabulary.eos_token_ids:  # earlier tokens belong to another message
                 self.is_open = was_closed = False
             was_closed |= token_id in closing
-            self._go_on(token_id)
+            self._update(token_id)
         self.may_open = bool(opening) and not self.is_open and not was_closed
 
     def push(self, token_id: int) -> bool:
         """Add a token; return whether it belongs to the thinking."""
         was_open = self.is_open
         if was_open or self.may_open:
-            self._go_on(token_id)
+            self._update(token_id)
         self.may_open = False
         return was_open or self.is_open
 
-    def _go_on(self, token_id: int) -> None:
+    def _update(self, token_id: int) -> None:
         if token_id in self.opening:
             self.is_open = True
         elif token_id in self._closing:
@@ -266,15 +267,15 @@ class ConstrainedReply:
         packed = self._matcher.mask()
         packed += bytes(self._num_bytes - len(packed))
         _set(packed, self.ends, False)
-        takes_more = any(packed)
+        may_continue = any(packed)
         if self._matcher.is_accepting:
             _set(packed, self.ends, True)
-        elif not takes_more:
+        elif not may_continue:
             raise GrammarError("no token of the vocabulary can come next")
         if self._thinking.may_open:
             _set(packed, self._thinking.opening, True)
-            takes_more = True
-        return TokenMask(bytes(packed), must_end=not takes_more)
+            may_continue = True
+        return TokenMask(bytes(packed), must_end=not may_continue)
 
 
 def _set(packed: bytearray, token_ids: frozenset[int], allowed: bool) -> None:

@@ -104,7 +104,7 @@ class TorchExecutor:
         self._copier = copier_for(memory)
         self._checksums = checksums
         flat = model.flat
-        self._forward = Forward(flat, memory, self._copier, halves=flat.alone, graphs=graphs)
+        self._forward = Forward(flat, memory, self._copier, may_halve=flat.alone, graphs=graphs)
         self._replies: dict[int, _Reply] = {}  # by attempt_id
         self.constraints = TurnConstraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
         self._launched: deque[_Launched] = deque()

@@ -65,13 +65,13 @@ class Forward:
         memory: KVMemory,
         copier: Copier,
         *,
-        halves: bool = True,
+        may_halve: bool = True,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._flat = flat
         self._memory = memory
         self._copier = copier
-        self._halves = halves
+        self._may_halve = may_halve
         self._graphs = graphs
         self._device = memory.device_arena.device
         self._search = SharedSearch()
@@ -82,8 +82,8 @@ class Forward:
     def rows_padded(self) -> int:
         """Padding rows that captured graphs have computed since the start."""
         whole = self._flat.whole
-        of_pieces = whole.graphs if isinstance(whole, FusedModel) else None
-        return sum(each.rows_padded for each in (self._graphs, of_pieces) if each is not None)
+        piecewise = whole.graphs if isinstance(whole, FusedModel) else None
+        return sum(each.rows_padded for each in (self._graphs, piecewise) if each is not None)
 
     def run(
         self,
@@ -94,12 +94,12 @@ class Forward:
     ) -> Computed:
         """Compute at least one slice."""
         try:
-            return self._once(slices, copies, sampled, groups)
+            return self._run_unsplit(slices, copies, sampled, groups)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             num_tokens = sum(piece.stop - piece.start for piece in slices)
-            if num_tokens == 1 or not self._halves:
+            if num_tokens == 1 or not self._may_halve:
                 raise DeviceError(f"out of memory in a batch of {num_tokens} tokens") from error
         # Retry outside of the exception handler: the traceback keeps the failed batch's tensors alive.
         if self._device.type == "cuda":
@@ -133,7 +133,7 @@ class Forward:
             self._copier.wait_layer(layer)
             self._memory.copy_within(layer, copies)
 
-    def _once(
+    def _run_unsplit(
         self,
         slices: Sequence[Slice],
         copies: PageMoves | None,
@@ -143,11 +143,11 @@ class Forward:
         chunk_tokens, graphs = self._memory.chunk_tokens, self._graphs
         if groups and self._memory.in_place:
             slices = in_host_pages(slices, groups)
-        # With groups, `_streamed` searches each part separately.
+        # With groups, `_run_streamed` searches each part separately.
         search = self._search if not groups else nothing_shared
         batch = Batch.from_slices(slices, chunk_tokens, self._device, sampled, search)
         if groups:
-            logits = self._streamed(batch, slices, copies, groups)
+            logits = self._run_streamed(batch, slices, copies, groups)
         elif (
             graphs is not None
             and copies is None
@@ -166,7 +166,7 @@ class Forward:
         newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
         return Computed(logits, newest_ids, batch.logit_attempt_ids, batch.logit_positions)
 
-    def _streamed(
+    def _run_streamed(
         self,
         batch: Batch,
         slices: Sequence[Slice],
@@ -228,18 +228,18 @@ def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[S
     """Return slices of the first `num_first` tokens, and slices of the other tokens."""
     first: list[Slice] = []
     second: list[Slice] = []
-    left = num_first
+    tokens_left = num_first
     for piece in slices:
         length = piece.stop - piece.start
-        if length <= left:
+        if length <= tokens_left:
             first.append(piece)
-        elif left == 0:
+        elif tokens_left == 0:
             second.append(piece)
         else:
-            before, after = piece.split(piece.start + left)
+            before, after = piece.split(piece.start + tokens_left)
             first.append(before)
             second.append(after)
-        left = max(left - length, 0)
+        tokens_left = max(tokens_left - length, 0)
     return first, second
 
 

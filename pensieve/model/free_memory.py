@@ -51,18 +51,18 @@ def free_for_kv(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved(device)
-    most: list[int] = []
+    peaks: list[int] = []
     for num_tokens in (turns_max, max(token_budget, turns_max)):
         torch.cuda.reset_peak_memory_stats(device)
         trial_bytes = run_once(model, num_tokens, turns_max, chunk_tokens, device, sampler)
         torch.cuda.synchronize(device)
-        most.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
+        peaks.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)  # libraries loaded by trials are not free
+    free, total = torch.cuda.mem_get_info(device)  # excludes the libraries that the trials loaded
     kept = torch.cuda.memory_reserved(device) - held
     logits = 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
-    graphs = sum(most) + logits if with_graphs else 0
-    needed = max(most) - kept + graphs + MARGIN_BYTES + int(MARGIN_SHARE * total)
+    graphs = sum(peaks) + logits if with_graphs else 0
+    needed = max(peaks) - kept + graphs + MARGIN_BYTES + int(MARGIN_SHARE * total)
     return max(free - needed, 0)
 
 
@@ -80,7 +80,7 @@ def run_once(
     copier = copier_for(memory)
     try:
         with torch.inference_mode():
-            forward = Forward(model.flat, memory, copier, halves=False)
+            forward = Forward(model.flat, memory, copier, may_halve=False)
             forward.run([piece._replace(needs_token=False) for piece in slices])
             computed = forward.run(slices)
             if sampler is not None:

@@ -275,13 +275,13 @@ class DecodeGraphs:
         assert plan.num_part_rows <= len(self._plan.part_sums)
         numbers, end = array("i"), 0
         lists: tuple[Sequence[Sequence[int]], ...] = (plan.merges, plan.items, (plan.pack_rows,))
-        for records, most in zip(lists, self._sizes_of_lists(size), strict=True):
-            end += most
+        for records, length_max in zip(lists, self._sizes_of_lists(size), strict=True):
+            end += length_max
             numbers.extend(chain.from_iterable(records))
             assert len(numbers) <= end, (len(plan.merges), len(plan.items), size)
             numbers.frombytes(bytes(4 * (end - len(numbers))))
-        made = torch.frombuffer(numbers, dtype=torch.int32)
-        self._lists[:end].copy_(upload(made, self._lists.device))
+        table = torch.frombuffer(numbers, dtype=torch.int32)
+        self._lists[:end].copy_(upload(table, self._lists.device))
 
 
 class CudaCapture:
@@ -289,7 +289,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, compute: Callable[[], None]) -> None:
@@ -297,7 +297,7 @@ class CudaCapture:
 
         A failed capture would make its stream and its pool unusable, so this check comes first.
         """
-        with self._on_its_stream():
+        with self._on_stream():
             compute()
             torch.cuda.synchronize(self._device)
             before = torch.cuda.get_sync_debug_mode()
@@ -313,7 +313,7 @@ class CudaCapture:
 
     def record(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with self._on_its_stream():
+        with self._on_stream():
             # Not `torch.cuda.graph`, which empties torch's cache each time.
             graph.capture_begin(pool=self._pool)
             try:
@@ -323,8 +323,8 @@ class CudaCapture:
         return graph.replay
 
     @contextmanager
-    def _on_its_stream(self) -> Iterator[None]:
-        self._aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._aside):
+    def _on_stream(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             yield
-        torch.cuda.current_stream(self._device).wait_stream(self._aside)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)

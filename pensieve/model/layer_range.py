@@ -102,8 +102,8 @@ def divide_layers(num_layers: int, num_stages: int, head_layers: Fraction) -> li
 
     most = num_layers - num_others
     num_last = min(range(most, 0, -1), key=largest) if num_others else num_layers
-    each, over = divmod(num_layers - num_last, max(num_others, 1))
-    counts = [each + (index < over) for index in range(num_others)] + [num_last]
+    each, remainder = divmod(num_layers - num_last, max(num_others, 1))
+    counts = [each + (index < remainder) for index in range(num_others)] + [num_last]
     stops = list(accumulate(counts))
     return [LayerRange(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 

@@ -92,7 +92,7 @@ def load(
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            found = _probed(flat, context_max, sharing is None, int8, kv_dtype)
+            found = _shape_or_reason(flat, context_max, sharing is None, int8, kv_dtype)
             if isinstance(found, str):
                 # Free this model before the next one is read, so that memory never holds both.
                 del flat
@@ -107,7 +107,7 @@ def load(
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
     if kv_dtype == FP8.name and rank is not None and isinstance(flat, StageModel):
-        rank.wait_until_all_loaded()  # and probed
+        rank.wait_until_all_loaded()  # each rank waits here after its probe
         flat.connect()
         shape = with_scales_of_all(flat, shape)
     report(
@@ -131,7 +131,7 @@ def load(
     return LoadedModel(name, flat, shape, num_heads, _eos_token_ids(flat.module))
 
 
-def _probed(
+def _shape_or_reason(
     flat: FlatModel,
     context_max: int | None,
     fuse_layers: bool,
@@ -189,14 +189,17 @@ def _read_config(name: str) -> Any:
 
 
 def _quantization(folder: Path, config: Any) -> str | None:
-    """Return the quantization method of the weights, or None if the config names none or bitsandbytes."""
+    """Return the quantization method of the weights, if it must be checked.
+
+    Return None if no method is named, or if it is bitsandbytes, which transformers supports.
+    """
     for each in (config, config.get_text_config()):
         named = getattr(each, "quantization_config", None)
         if named is not None:
             method = named.get("quant_method") if isinstance(named, dict) else named.quant_method
             # transformers supports bitsandbytes, but looks it up as bitsandbytes_4bit or bitsandbytes_8bit.
-            is_bits = method is None or str(method).endswith("bitsandbytes")
-            return None if is_bits else str(getattr(method, "value", method))
+            needs_no_check = method is None or str(method).endswith("bitsandbytes")
+            return None if needs_no_check else str(getattr(method, "value", method))
     # Older ModelOpt checkpoints store the method in a separate file.
     return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
 
@@ -235,7 +238,7 @@ def _read_model(
     name: str, config: Any, dtype: torch.dtype | None, device: torch.device, rank: Rank | None
 ) -> FlatModel:
     if rank is None:
-        return FlatModel(_on(device, _read_weights(name, config, dtype), name))
+        return FlatModel(_move_to(device, _read_weights(name, config, dtype), name))
     if rank.num_stages > 1:
         return _read_stage(name, config, dtype, device, rank)
     from transformers.distributed import DistributedConfig
@@ -253,17 +256,17 @@ def _read_stage(
     is_last = rank.stage == rank.num_stages - 1
     if not is_last:  # the output matrix is in the last stage only
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    whole: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    full_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     parts: list[StagePart] = []
 
-    def cut_at_once(module: Any, *args: Any, **kwargs: Any) -> None:
-        whole.__init__(module, *args, **kwargs)  # allocates no weights yet
+    def init_and_cut(module: Any, *args: Any, **kwargs: Any) -> None:
+        full_class.__init__(module, *args, **kwargs)  # allocates no weights yet
         layers = decoder_layers(module)
         if len(layers) < rank.num_stages:
             raise UnsupportedModel(f"it has {len(layers)} layers for {rank.num_stages} stages")
         parts.append(cut(module, layers, rank.stage, rank.num_stages))
 
-    body: dict[str, Any] = {"__init__": cut_at_once, "__module__": whole.__module__}
+    body: dict[str, Any] = {"__init__": init_and_cut, "__module__": full_class.__module__}
     shared = {}
     if rank.num_shards > 1:
         body |= {
@@ -273,7 +276,7 @@ def _read_stage(
         shared = {"distributed_config": {"tp_size": rank.num_shards}}
     try:
         module = _read_weights(
-            name, config, dtype, shared, model_class=type(whole.__name__, (whole,), body)
+            name, config, dtype, shared, model_class=type(full_class.__name__, (full_class,), body)
         )
     except ModelError as error:
         if isinstance(error.__cause__, UnsupportedModel):
@@ -282,13 +285,13 @@ def _read_stage(
     if rank.num_shards > 1:
         rank.wait_until_all_loaded()  # the code below uses collectives
     else:
-        module = _on(device, module, name)
+        module = _move_to(device, module, name)
     own = [each.module for each in decoder_layers(module)]
     number_from_zero(module, own, parts[-1].layers.first)
     return StageModel(module, parts[-1], rank)
 
 
-def _on(device: torch.device, module: Any, name: str) -> Any:
+def _move_to(device: torch.device, module: Any, name: str) -> Any:
     if device.type == "cpu":
         return module
     try:
@@ -318,16 +321,16 @@ def _read_weights(
                 **(parts or {}),
             )
         except Exception as error:
-            reason = _reported("\n".join(logged)) or one_line(error)
+            reason = _conversion_failure("\n".join(logged)) or one_line(error)
             raise ModelError(f"cannot load the weights of {name}: {reason}") from error
-    wrongly_ignored = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
+    wrongly_ignored = [key for key in loading["unexpected_keys"] if _belongs_to_model(module, key)]
     for keys, problem in (
         (wrongly_ignored, "contain weights that the model would ignore:"),
         (loading["missing_keys"], "lack"),
         (loading["mismatched_keys"], "have the wrong shape for"),
     ):
         if keys:
-            first = min(map(_named, keys))
+            first = min(map(_describe, keys))
             others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             method = _quantization(Path(name), config)
             quantized = f" (they are quantized by {method})" if method else ""
@@ -335,13 +338,14 @@ def _read_weights(
     return module.eval().requires_grad_(False)
 
 
-def _would_count(module: Any, key: str) -> bool:
+def _belongs_to_model(module: Any, key: str) -> bool:
     """Whether an unexpected checkpoint weight belongs to a module that the model has.
 
     Ignoring such a weight would change results.
 
-    Examples are a scale or a bias of a module whose weight is loaded, or an additional norm in a layer.  A
-    weight outside of the layers, or in a layer after the model's last layer, belongs to another module.
+    Examples are a scale or a bias of a module whose weight is loaded, or an additional norm in a layer.  If
+    the weight's nearest existing parent is the model itself, its base model or a list of layers, the weight
+    belongs to a module that the model does not have.
     """
     if IGNORABLE.search(key):
         return False
@@ -363,19 +367,19 @@ def _would_count(module: Any, key: str) -> bool:
     return False
 
 
-def _reported(log: str) -> str:
+def _conversion_failure(log: str) -> str:
     """Return the first weight that could not be converted, and why; transformers' error names neither."""
     weight = re.search(r"^(\S+) *\| CONVERSION", log, re.MULTILINE)
     why = re.search(r"^\w+Error: (.+)", log, re.MULTILINE)
     return f"{weight[1]}: {why[1]}" if weight and why else ""
 
 
-def _named(key: Any) -> str:
+def _describe(key: Any) -> str:
     """Return a weight's name and, if transformers gives them, its shape in the file and the needed shape."""
     if not isinstance(key, tuple):
         return str(key)
-    name, there, needed = key
-    return f"{name}: {tuple(there)}, not {tuple(needed)}"
+    name, in_file, needed = key
+    return f"{name}: {tuple(in_file)}, not {tuple(needed)}"
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

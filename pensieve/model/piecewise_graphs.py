@@ -84,17 +84,17 @@ class PiecewiseGraphs:
             self._layers.append(layer.dense)
         try:
             for size in reversed(self._sizes):
-                self._pieces[size] = self._captured(size, *self._rotation)
+                self._pieces[size] = self._capture_size(size, *self._rotation)
         except RuntimeError as error:
             self._pieces.clear()
             self.failure = one_line(error)
 
-    def _captured(self, size: int, cosines: torch.Tensor, sines: torch.Tensor) -> list[Replay]:
-        none = torch.zeros(2, dtype=torch.int32, device=cosines.device)
+    def _capture_size(self, size: int, cosines: torch.Tensor, sines: torch.Tensor) -> list[Replay]:
+        zeros = torch.zeros(2, dtype=torch.int32, device=cosines.device)
         paged_rows = CudaPagedRows(
             self._memory.device_arena,
             self._slots[:size],
-            PageIndex(none[None], none, none[:1], none[:1]),  # only the attention reads it
+            PageIndex(zeros[None], zeros, zeros[:1], zeros[:1]),  # only the attention reads it
             None,
             self._memory.shape.dtype,
             self._memory.kv_scales,
@@ -115,7 +115,7 @@ class PiecewiseGraphs:
             if index == last > 0:
                 residual = self._residual[:size].copy_(residual)
 
-        def first_two() -> None:  # they launch the same kernels as all pieces, except one copy
+        def first_two() -> None:  # launches every kernel of the pieces, except one copy
             for index in range(min(2, len(self._layers))):
                 compute(index)
 

@@ -114,7 +114,7 @@ def probe(
             shape = _observe(flat, prompts[0], context_max)
             _set_implementation(module, attention.SERVING)
             _check_far_positions(flat, prompts[0], context_max)
-            fused = _fused(flat, prompts[0], context_max, int8) if fuse_layers else NOT_FUSED
+            fused = _fuse_or_fail(flat, prompts[0], context_max, int8) if fuse_layers else NOT_FUSED
             num_replaced = fused.num_layers + fused.num_products
             if fused.has_experts and shape.dtype != torch.float32:
                 tolerance = LOW_PRECISION_MAX
@@ -142,7 +142,7 @@ def probe(
         raise
     except Exception as error:
         raise UnsupportedModel(
-            f"{_declared(module)}the probe failed with {type(error).__name__}: {one_line(error)}"
+            f"{_reason_prefix(module)}the probe failed with {type(error).__name__}: {one_line(error)}"
         ) from error
     return shape
 
@@ -218,7 +218,7 @@ class _ObservingPass:
             )
 
     def _check_arguments(self, layer: Any, call: AttentionCall) -> None:
-        for name, given in call.rest.items():
+        for name, given in call.other_arguments.items():
             if given is None or name in HARMLESS:
                 continue
             if name == "sliding_window":
@@ -229,12 +229,12 @@ class _ObservingPass:
             raise UnsupportedModel(
                 f"layer {layer} passes {name}{shown} to its attention, which is not supported{meaning}"
             )
-        causal = call.rest.get("is_causal")
+        causal = call.other_arguments.get("is_causal")
         if not (getattr(call.module, "is_causal", True) if causal is None else causal):
             raise UnsupportedModel(f"layer {layer} is not causal")
 
 
-def _declared(module: Any) -> str:
+def _reason_prefix(module: Any) -> str:
     """Return what the model declares about layers that do not fit KV pages, or an empty string.
 
     Such layers keep a recurrent state beside KV, or their queries see only chosen keys.
@@ -267,11 +267,11 @@ def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape
     )
     if not observer.layers:
         raise UnsupportedModel(
-            f"{_declared(module)}none of its layers calls the attention interface"
+            f"{_reason_prefix(module)}none of its layers calls the attention interface"
         )
     if observer.layers != list(range(num_layers)):
         raise UnsupportedModel(
-            f"{_declared(module)}layer {silent[0]} never calls the attention interface"
+            f"{_reason_prefix(module)}layer {silent[0]} never calls the attention interface"
             if silent
             else f"its attention is called for layers {observer.layers}, expected 0 to "
             f"{num_layers - 1} once each, in this order"
@@ -299,7 +299,7 @@ def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape
     )
 
 
-def _fused(flat: FlatModel, prompt: list[int], context_max: int, int8: bool) -> Fused:
+def _fuse_or_fail(flat: FlatModel, prompt: list[int], context_max: int, int8: bool) -> Fused:
     positions = _near_and_far(context_max)
     try:
         fused = fuse(flat, prompt[: len(positions)], positions, int8=int8)
@@ -368,11 +368,11 @@ def _compare(
 ) -> None:
     """Raise UnsupportedModel unless the logits over pages equal the plain logits."""
     exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
-    rows = _over_pages(flat, _paged(shape, prompts, chunk_tokens, flat.module.device), prompts)
-    difference = _difference(rows, torch.cat(plain), exact)
+    paged = _scattered_pages(shape, prompts, chunk_tokens, flat.module.device)
+    difference = _difference(_logits_over_pages(flat, paged, prompts), torch.cat(plain), exact)
     if not difference <= tolerance:
         raise UnsupportedModel(
-            f"{_declared(flat.module)}its logits through our attention differ from its own by "
+            f"{_reason_prefix(flat.module)}its logits through our attention differ from its own by "
             f"{difference:.1e} of their range (rounding explains at most {tolerance:.1e})"
         )
 
@@ -380,7 +380,9 @@ def _compare(
 def _check_rounded_kv(
     flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
 ) -> None:
-    rows = _over_pages(flat, _paged(shape, prompts, PAGE_SLOTS, flat.module.device), prompts)
+    rows = _logits_over_pages(
+        flat, _scattered_pages(shape, prompts, PAGE_SLOTS, flat.module.device), prompts
+    )
     difference = _difference(rows, torch.cat(plain), exact=False)
     if not difference <= INT8_DIFFERENCE:
         raise UnsupportedModel(
@@ -393,16 +395,16 @@ def _kv_exponents(
     flat: FlatModel, shape: ModelShape, prompts: list[list[int]]
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """Return the exponents of the fp8 scales, chosen from the prompts' keys and values."""
-    memory, tables = _paged(shape, prompts, PAGE_SLOTS, flat.module.device)
+    memory, tables = _scattered_pages(shape, prompts, PAGE_SLOTS, flat.module.device)
     memory.device_arena.zero_()
-    _over_pages(flat, (memory, tables), prompts)
+    _logits_over_pages(flat, (memory, tables), prompts)
     largest = memory.device_arena.abs().amax(dim=(1, 4, 5))  # (layers, 2, kv_heads)
     return tuple(
         (tuple(keys), tuple(values)) for keys, values in exponents_for(largest.cpu()).tolist()
     )
 
 
-def _over_pages(
+def _logits_over_pages(
     flat: FlatModel,
     paged: tuple[KVMemory, list[array[int]]],
     prompts: list[list[int]],
@@ -414,13 +416,13 @@ def _over_pages(
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for pieces in _pieces([len(prompt) for prompt in prompts]):
         slices = [
-            Slice(which, start, stop, tokens[which][start:stop], tables[which], True)
-            for which, start, stop in pieces
+            Slice(number, start, stop, tokens[number][start:stop], tables[number], True)
+            for number, start, stop in pieces
         ]
         logits = _paged_logits(flat, memory, Batch.from_slices(slices, chunk_tokens, device))
         parts = torch.split(logits, [stop - start for _, start, stop in pieces])
-        for (which, _, _), part in zip(pieces, parts, strict=True):
-            rows[which].append(part)
+        for (number, _, _), part in zip(pieces, parts, strict=True):
+            rows[number].append(part)
     return torch.cat([part for parts in rows for part in parts])
 
 
@@ -436,10 +438,10 @@ class _Recorder:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self.arrived: list[torch.Tensor] = []
+        self.recorded: list[torch.Tensor] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.arrived += [
+        self.recorded += [
             each[: self._num_rows].clone() for each in (call.query, call.key, call.value)
         ]
         return torch.zeros_like(call.query)
@@ -460,35 +462,35 @@ def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -
     rows = torch.arange(num_rows, device=device)
     for first in sorted({context_max // 4, context_max // 2, context_max - num_rows}):
         first = min(first, context_max - num_rows)
-        right = _Recorder(num_rows)
+        expected = _Recorder(num_rows)
         flat.module(
             input_ids=ids[None],
             past_key_values=LengthOnlyCache(first),
             use_cache=True,
-            pensieve_pass=right,
+            pensieve_pass=expected,
         )
 
-        def differing(first: int = first, right: _Recorder = right) -> int | None:
-            got = _Recorder(num_rows)
-            flat.logits(ids, first + rows, rows[:0], got)
-            pairs = zip(got.arrived, right.arrived, strict=True)
-            wrong = [at for at, pair in enumerate(pairs) if not _near(*pair)]
+        def differing_layer(first: int = first, expected: _Recorder = expected) -> int | None:
+            actual = _Recorder(num_rows)
+            flat.logits(ids, first + rows, rows[:0], actual)
+            pairs = zip(actual.recorded, expected.recorded, strict=True)
+            wrong = [index for index, pair in enumerate(pairs) if not _near(*pair)]
             return wrong[0] // 3 if wrong else None
 
-        if differing() is None:
+        if differing_layer() is None:
             continue
         flat.counts_from_cache = True
-        if (layer := differing()) is not None:
+        if (layer := differing_layer()) is not None:
             raise UnsupportedModel(
                 f"at position {first}, the attention of layer {layer} gets other inputs in Pensieve's "
                 f"batched forward than in the model's own forward after a cache of {first} tokens"
             )
 
 
-def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
+def _near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether both are equal except for the last bits."""
-    worst = (got - right).abs().max()
-    return bool(worst <= 8 * torch.finfo(right.dtype).eps * right.abs().max())
+    worst = (actual - expected).abs().max()
+    return bool(worst <= 8 * torch.finfo(expected.dtype).eps * expected.abs().max())
 
 
 def _check_far_neighbor(
@@ -505,10 +507,10 @@ def _check_far_neighbor(
     # table.
     is_last = len(embeddings) > 1 or shape.context_max < own_max
     far = shape.context_max - 1 if is_last else 4 * shape.context_max
-    alone = _beside(flat, prompt, 0)
+    reference = _inputs_beside(flat, prompt, 0)
 
     def is_changed(neighbor: int) -> bool:
-        return not all(map(torch.equal, alone, _beside(flat, prompt, neighbor)))
+        return not all(map(torch.equal, reference, _inputs_beside(flat, prompt, neighbor)))
 
     if not is_changed(far):
         return
@@ -523,17 +525,17 @@ def _check_far_neighbor(
     )
 
 
-def _beside(flat: FlatModel, prompt: list[int], neighbor: int) -> list[torch.Tensor]:
+def _inputs_beside(flat: FlatModel, prompt: list[int], neighbor: int) -> list[torch.Tensor]:
     """Return the attention's inputs of a prompt in a batch with a token at position `neighbor`."""
     recorder = _Recorder(len(prompt))
     device = flat.module.device
     positions = torch.tensor([*range(len(prompt)), neighbor], device=device)
     ids = torch.tensor([*prompt, prompt[0]], device=device)
     flat.logits(ids, positions, positions[:0], recorder)
-    return recorder.arrived
+    return recorder.recorded
 
 
-def _paged(
+def _scattered_pages(
     shape: ModelShape, prompts: list[list[int]], chunk_tokens: int, device: torch.device
 ) -> tuple[KVMemory, list[array[int]]]:
     """Return a memory just large enough, and a scattered page table for each prompt."""
@@ -551,8 +553,8 @@ def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
     other = [0, min(7, second), min(8, second), max(second - 1, 0), second, second]
     return [
         [
-            (which, start, stop)
-            for which, bounds in ((0, cuts), (1, other))
+            (number, start, stop)
+            for number, bounds in ((0, cuts), (1, other))
             for start, stop in [(bounds[step], bounds[step + 1])]
             if start < stop
         ]
@@ -567,14 +569,14 @@ def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tens
     return flat.logits(batch.input_ids, batch.positions, rows, forward_pass).float()
 
 
-def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
+def _difference(actual: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
     """Return the difference of the logits, as a share of the expected range.
 
     Rounding alone may send a token to another expert, which changes the token's row.  A wrong attention
     changes nearly all rows.  So in low precision the median over rows counts, not the maximum.
     """
     span = (expected.max() - expected.min()).clamp_min(1e-12)
-    by_row = (got - expected).abs().amax(dim=1) / span
+    by_row = (actual - expected).abs().amax(dim=1) / span
     return float(by_row.max() if exact else by_row.median())
 
 

@@ -22,7 +22,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     vocab_size: int
-    context_max: int  # in tokens; at most what the model was trained for
+    context_max: int  # in tokens; at most the length that the model was trained for
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int

@@ -121,7 +121,7 @@ def parts_of(
         stretches.insert(0, (0, stretches[0][0]))
     assert [first for first, _ in stretches[1:]] == [stop for _, stop in stretches[:-1]]
     assert stretches[-1][1] == len(slices), "groups must come after all other slices, without a gap"
-    whole = batch.page_index
+    index = batch.page_index
     found: list[AttentionPart] = []
     row = 0
     for number, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
@@ -132,10 +132,10 @@ def parts_of(
             stop_row,
             batch.slot_mapping[row:stop_row],
             PageIndex(
-                whole.page_table,
-                whole.slice_offsets[first : stop + 1] - row,
-                whole.slice_turns[first:stop],
-                whole.slice_starts[first:stop],
+                index.page_table,
+                index.slice_offsets[first : stop + 1] - row,
+                index.slice_turns[first:stop],
+                index.slice_starts[first:stop],
                 search_of(number)(slices[first:stop], memory.chunk_tokens),
             ),
             lengths,

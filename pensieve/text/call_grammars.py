@@ -90,20 +90,20 @@ class _Grammar:
     def _marked(self, mark: str, call: str, *, may_repeat: bool) -> tuple[str, str]:
         """Return rules for free text and for calls, in a form whose calls begin with a mark."""
         many = may_repeat and not self._single
-        is_alone = self._must or self._reply is not None
-        known, call = self._token_id(mark), self._rule("call", call)
-        if known is not None:
-            free, first = "TEXT", f"{'GAP' if is_alone else 'TEXT'} <[{known}]> {call}"
-            more = f"GAP <[{known}]> {call}"
+        excludes_text = self._must or self._reply is not None
+        mark_id, call = self._token_id(mark), self._rule("call", call)
+        if mark_id is not None:
+            free, first = "TEXT", f"{'GAP' if excludes_text else 'TEXT'} <[{mark_id}]> {call}"
+            more = f"GAP <[{mark_id}]> {call}"
         else:
             free = self._rule("LAST", f"TEXT & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/")
             again = self._rule("AGAIN", f"GAP {_literal(mark)}")
             head = self._rule("head[lazy]", f"TEXT {_literal(mark)}").removesuffix("[lazy]")
-            first = f"{again if is_alone else head} {call}"
+            first = f"{again if excludes_text else head} {call}"
             more = f"{again} {call}"
         if not many:
             return free, f"{first} GAP"
-        if is_alone or not self._is_closed:
+        if excludes_text or not self._is_closed:
             return free, f"{first} ({more})* GAP"
         return free, f"({first})+ {free}"
 
@@ -111,8 +111,8 @@ class _Grammar:
     def _is_closed(self) -> bool:
         """Whether text may follow a call.
 
-        No if the opening mark is a control token and the closing mark is not. The call is then in a part of
-        the reply (parts.py) that only a control token can close.
+        False if the opening mark is a control token and the closing mark is not. The call is then in a part
+        of the reply (parts.py) that only a control token can close.
         """
         if self._form is not CallForm.HERMES:
             return False
@@ -161,8 +161,8 @@ class _Grammar:
         return self._rule(f"arguments_{number}", self._schema_rule(schema, tool["is_lenient"]))
 
     def _mark(self, mark: str) -> str:
-        known = self._token_id(mark)
-        return _literal(mark) if known is None else f"<[{known}]>"
+        mark_id = self._token_id(mark)
+        return _literal(mark) if mark_id is None else f"<[{mark_id}]>"
 
     def _rule(self, name: str, right_side: str) -> str:
         self._rules.append(f"{name}: {right_side}")

@@ -38,7 +38,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None  # in a tool's answer: the name of the tool
-    # of all texts; limits the work of rendering and tokenizing
+    # length of all texts; limits the work of rendering and tokenizing
     num_characters: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -39,16 +39,16 @@ def period_of_end(tokens: array[int], num_tokens: int) -> int:
     """
     data, width = tokens.tobytes(), tokens.itemsize
     end = data[-max(num_tokens // REPEATS, 1) * width :]
-    where = len(data) - len(end)
-    at = data.rfind(end, 0, len(data) - width)
-    while at >= 0:
-        period, rest = divmod(where - at, width)
+    end_position = len(data) - len(end)
+    copy_position = data.rfind(end, 0, len(data) - width)
+    while copy_position >= 0:
+        period, remainder = divmod(end_position - copy_position, width)
         if period > num_tokens:
             return 0
         size = max(num_tokens, REPEATS * period)
-        if not rest and size <= len(tokens):
+        if not remainder and size <= len(tokens):
             last = data[-size * width :]
             if last[period * width :] == last[: -period * width]:
                 return period
-        at = data.rfind(end, 0, at + len(end) - 1)
+        copy_position = data.rfind(end, 0, copy_position + len(end) - 1)
     return 0

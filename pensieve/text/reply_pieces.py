@@ -71,16 +71,16 @@ class ReplyPieces:
             if self._finder is None:
                 self._add(Text(self._text.push(text)))
             else:
-                self._take(self._finder.push(text, part is Part.TOOL_CALL))
-        return self._taken()
+                self._add_found(self._finder.push(text, part is Part.TOOL_CALL))
+        return self._pop_pieces()
 
     def end(self) -> list[Piece]:
         """End the reply and return the withheld pieces."""
         self._end_thinking()
         if self._finder is not None:
-            self._take(self._finder.end_text())
+            self._add_found(self._finder.end_text())
         self._add(Text(self._text.end()))
-        return self._taken()
+        return self._pop_pieces()
 
     def whole(self, parts: Iterable[tuple[Part, str]]) -> list[Piece]:
         """Return the pieces of a whole reply. Must not be combined with `push`."""
@@ -108,8 +108,8 @@ class ReplyPieces:
     def _begin_thinking(self) -> None:
         if not self._is_thinking:
             if self._finder is not None:
-                self._take(self._finder.end_text())
-            self._text.thinking()
+                self._add_found(self._finder.end_text())
+            self._text.note_thinking()
             self._is_thinking = True
 
     def _end_thinking(self) -> None:
@@ -117,20 +117,20 @@ class ReplyPieces:
             self._add(Thinking(self._thinking.end_run()))
             self._is_thinking = False
 
-    def _take(self, found: Iterable[str | CallBegan | CallArguments]) -> None:
+    def _add_found(self, found: Iterable[str | CallBegan | CallArguments]) -> None:
         for each in found:
             if isinstance(each, str):
                 self._add(Text(self._text.push(each)))
             else:
                 if isinstance(each, CallBegan):
-                    self._text.call()
+                    self._text.note_call()
                 self._add(each)
 
     def _add(self, piece: Piece) -> None:
         if isinstance(piece, CallBegan) or piece.text:
             self._pieces.append(piece)
 
-    def _taken(self) -> list[Piece]:
+    def _pop_pieces(self) -> list[Piece]:
         """Return and remove the collected pieces."""
         pieces, self._pieces = self._pieces, []
         return merged(pieces)
@@ -138,7 +138,7 @@ class ReplyPieces:
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Return the pieces, with adjacent pieces of the same kind joined."""
-    return [_together(list(run)) for _, run in groupby(pieces, _kind)]
+    return [_join(list(run)) for _, run in groupby(pieces, _kind)]
 
 
 def _kind(piece: Piece) -> tuple[type, int]:
@@ -146,7 +146,7 @@ def _kind(piece: Piece) -> tuple[type, int]:
     return type(piece), piece.index if isinstance(piece, CallBegan | CallArguments) else 0
 
 
-def _together(run: Sequence[Piece]) -> Piece:
+def _join(run: Sequence[Piece]) -> Piece:
     first = run[0]
     if isinstance(first, CallBegan) or len(run) == 1:
         return first
@@ -167,11 +167,11 @@ class TrimmedText:
     def __init__(self) -> None:
         self._tail = _Tail()
         self._has_begun = False
-        self._is_behind = False  # thinking or a call came before the next text
+        self._follows_other_piece = False  # thinking or a call came before the next text
         self.ends_with_call = False  # no text came after the call
 
     def push(self, text: str) -> str:
-        if not self._has_begun and self._is_behind:
+        if not self._has_begun and self._follows_other_piece:
             text = (self._tail.withheld + text).lstrip()
             self._tail.withheld = ""
         shown = self._tail.push(text)
@@ -179,19 +179,19 @@ class TrimmedText:
             self._has_begun, self.ends_with_call = True, False
         return shown
 
-    def thinking(self) -> None:
+    def note_thinking(self) -> None:
         """Note that thinking follows."""
-        self._is_behind = True
+        self._follows_other_piece = True
 
-    def call(self) -> None:
+    def note_call(self) -> None:
         """Note that a call follows."""
         self._tail.withheld = ""
-        self._is_behind = self.ends_with_call = True
+        self._follows_other_piece = self.ends_with_call = True
 
     def end(self) -> str:
         """Return the white space at the end of the reply, or an empty string if it is to be removed."""
         white, self._tail.withheld = self._tail.withheld, ""
-        is_dropped = self.ends_with_call or (self._is_behind and not self._has_begun)
+        is_dropped = self.ends_with_call or (self._follows_other_piece and not self._has_begun)
         return "" if is_dropped else white
 
 
@@ -211,14 +211,14 @@ class TrimmedThinking:
     def push(self, text: str) -> str:
         if self._is_blank:
             text = self._without_opening(text)
-        return self._shown(self._tail.push(text)) if text else ""
+        return self._with_separator(self._tail.push(text)) if text else ""
 
     def end_run(self) -> str:
         """End the run and return its withheld text."""
         rest = self._before + self._tail.withheld
         for mark in THINKING_MARKS[1]:
             rest = rest.rstrip().removesuffix(mark)
-        shown = self._shown(rest.rstrip())
+        shown = self._with_separator(rest.rstrip())
         self._begin_run()
         return shown
 
@@ -236,7 +236,7 @@ class TrimmedThinking:
             del self._opening[0]
         return text
 
-    def _shown(self, text: str) -> str:
+    def _with_separator(self, text: str) -> str:
         if not text:
             return ""
         if self._is_blank and self._has_begun:

@@ -73,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def options(self, source: str) -> set[str]:
-        """Return the variables that a template expects: those that it never sets, or sets if undefined."""
+        """Return the variables that a template expects: it never sets them, or tests if they are defined."""
         tree = self.parse(source)
         stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
         tested = {

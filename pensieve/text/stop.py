@@ -50,9 +50,9 @@ class StopMatcher:
                 self.matched, self._withheld = matched, ""
                 return StopResult(text[: position + 1 - len(matched)], matched)
         self._state = state
-        sure = len(text) - self._depth[state]
-        self._withheld = text[sure:]
-        return StopResult(text[:sure], None)
+        num_safe = len(text) - self._depth[state]
+        self._withheld = text[num_safe:]
+        return StopResult(text[:num_safe], None)
 
     def flush(self) -> str:
         """Return the withheld text at the end of a reply that has no match."""

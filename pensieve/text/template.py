@@ -115,15 +115,17 @@ class ChatTemplate:
         self._refused_first = self._refusals([])
         self._refused_later = self._refusals(_skeleton(None))
         for role in ("user", "assistant"):
-            why = self._refused_first.get(role) or self._refused_later.get(role)
-            if why is not None and self._takes_parts():
+            reason = self._refused_first.get(role) or self._refused_later.get(role)
+            if reason is not None and self._takes_parts():
                 raise ModelError(
                     "the chat template expects content as a list of parts, as for images. Give a "
                     "template for text with --chat-template FILE"
                 )
-            if why is not None:
-                raise ModelError(f"the chat template cannot write a message of the {role}: {why}")
-        self.knows_tools, self._tools_move = self._where_tools_go()
+            if reason is not None:
+                raise ModelError(
+                    f"the chat template cannot write a message of the {role}: {reason}"
+                )
+        self.knows_tools, self._repeats_tools = self._probe_tools()
         self.closing = self._find_closing()
         ids = tokenizer.encode(self.closing).ids
         self.end_id = next((each for each in ids if each in tokenizer.control_ids), None)
@@ -142,7 +144,7 @@ class ChatTemplate:
         text = self._render(new, setting, reply_follows=True)
         encoded = self.tokenizer.encode(text, at_start=True)
         borders = self._borders(text, [], new, setting)
-        return _by_message(encoded, borders)
+        return _split_by_message(encoded, borders)
 
     def head(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
         """Return the tokens that all openings share if a user message follows these messages.
@@ -206,7 +208,9 @@ class ChatTemplate:
                 "prefix cannot be used",
             )
         borders = self._borders(text, [], before + new, setting, len(before))
-        return _by_message(encoded, [max(each - written_before, 0) for each in borders], skipped)
+        return _split_by_message(
+            encoded, [max(each - written_before, 0) for each in borders], skipped
+        )
 
     def delta(
         self, messages: Sequence[Message], last_token_id: int | None, setting: TemplateSetting
@@ -227,7 +231,9 @@ class ChatTemplate:
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
-        return _by_message(encoded, borders, self._num_closing_sampled(encoded.ids, last_token_id))
+        return _split_by_message(
+            encoded, borders, self._num_closing_sampled(encoded.ids, last_token_id)
+        )
 
     def render(
         self, messages: Sequence[Message], setting: TemplateSetting, *, reply_follows: bool = True
@@ -316,19 +322,21 @@ class ChatTemplate:
         *,
         reply_follows: bool = True,
     ) -> TemplateText:
-        if self._tools_move:
+        if self._repeats_tools:
             setting = replace(setting, tools=())
         text = self._render(past + new, setting, reply_follows=reply_follows)
-        at = text.rfind(REPLY)
-        if at < 0:
+        position = text.rfind(REPLY)
+        if position < 0:
             raise InvalidArgument(
                 "messages", "the chat template leaves out the reply before these messages"
             )
-        rest = text[at + 1 :]
+        after_reply = text[position + 1 :]
         if new and "tool_calls" in past[-1]:  # remove the call: the log has it, as sampled
             call = self._after_reply(past, [], setting, reply_follows=False)
-            rest = rest[common_prefix(rest, call[: len(call) - len(self.closing)]) :]
-        return rest
+            after_reply = after_reply[
+                common_prefix(after_reply, call[: len(call) - len(self.closing)]) :
+            ]
+        return after_reply
 
     def _borders(
         self,
@@ -413,9 +421,9 @@ class ChatTemplate:
             return False
         return MARK in text
 
-    def _where_tools_go(self) -> tuple[bool, bool]:
+    def _probe_tools(self) -> tuple[bool, bool]:
         """Return whether the template writes tools, and whether it writes the tools again in each delta."""
-        self._tools_move = False
+        self._repeats_tools = False
         function = {
             "name": "f",
             "description": "m",
@@ -441,13 +449,14 @@ class ChatTemplate:
             return written("")
 
 
-def _by_message(encoded: Encoded, borders: list[int], skipped: int = 0) -> list[list[int]]:
+def _split_by_message(encoded: Encoded, borders: list[int], skipped: int = 0) -> list[list[int]]:
     """Return the tokens after the first `skipped` as one list per message. `borders`: where messages end."""
     edges, ids = _edges(encoded, borders, skipped), encoded.ids[skipped:]
     return [ids[start:stop] for start, stop in pairwise(edges)]
 
 
 def _edges(encoded: Encoded, borders: list[int], skipped: int = 0) -> list[int]:
+    """Return 0, and for each message the number of tokens up to its end, without the skipped tokens."""
     edges = [0]
     for border in borders[:-1]:
         edge = bisect_left(encoded.starts, border)
@@ -468,11 +477,11 @@ def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
     content = (message["content"] or "").strip()
     if first_difference == len(alone) or not content:
         return first_difference
-    here, there = alone.rfind(content), text.find(content, first_difference)
-    if here < first_difference or there < 0:
+    in_alone, in_text = alone.rfind(content), text.find(content, first_difference)
+    if in_alone < first_difference or in_text < 0:
         return first_difference
-    here, there = here + len(content), there + len(content)
-    return there + common_prefix(alone[here:], text[there:])
+    end_in_alone, end_in_text = in_alone + len(content), in_text + len(content)
+    return end_in_text + common_prefix(alone[end_in_alone:], text[end_in_text:])
 
 
 def common_prefix(a: str, b: str) -> int:

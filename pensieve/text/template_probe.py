@@ -81,18 +81,18 @@ def _dialogues(template: ChatTemplate) -> list[Dialogue]:
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
     tools = ({"type": "function", "function": function},)
-    equipped = TemplateSetting(tools=tools if template.knows_tools else ())
+    with_tools = TemplateSetting(tools=tools if template.knows_tools else ())
     turns = (((hello,), yes), ((more,), yes))
     dialogues = [
         Dialogue("conversations", turns, bye),
         Dialogue("a system prompt", (((Message("system", SYSTEM), hello), yes), turns[1]), bye),
         Dialogue("thinking", (((hello,), thoughtful), ((more,), thoughtful)), bye),
         Dialogue("tools", turns, bye, TemplateSetting(tools=tools)),
-        Dialogue("tool calls", (((hello,), call), ((answer,), yes)), more, equipped),
+        Dialogue("tool calls", (((hello,), call), ((answer,), yes)), more, with_tools),
     ]
     if "enable_thinking" in template.options:
-        quiet = TemplateSetting(options={"enable_thinking": False})
-        dialogues.append(Dialogue("thinking switched off", turns, bye, quiet))
+        without_thinking = TemplateSetting(options={"enable_thinking": False})
+        dialogues.append(Dialogue("thinking switched off", turns, bye, without_thinking))
     return dialogues
 
 
@@ -130,32 +130,32 @@ def _as_sampled(
     template: ChatTemplate, messages: list[Message], reply: Message, setting: TemplateSetting
 ) -> TemplateText:
     """Return the reply as a model would sample it according to its template, without end-of-turn token."""
-    invited = template.render(messages, setting)
+    prompt = template.render(messages, setting)
     answered = template.render([*messages, reply], setting, reply_follows=False)
     answered = answered[: len(answered) - len(template.closing)]
-    kept = common_prefix(invited, answered)
+    kept = common_prefix(prompt, answered)
     if reply.tool_calls:
         return answered[kept:]
-    if kept == len(invited) and (reply.thinking or answered[kept:].strip() == reply.content):
+    if kept == len(prompt) and (reply.thinking or answered[kept:].strip() == reply.content):
         return answered[kept:]
     thinking = f"{reply.thinking}\n</think>\n\n" if reply.thinking else ""
     return written(thinking + reply.content)
 
 
 def _name_differences(dialogue: Dialogue, appended: str, whole: str) -> list[str]:
-    named = []
+    sentences = []
     for part, text in PARTS.items():
         if _occurrences(appended, text) != _occurrences(whole, text):
             more = whole.count(text) - appended.count(text)
             verb = "drops" if more < 0 else "adds" if more > 0 else "moves"
-            named.append(f"the template {verb} {part}; the log keeps the original")
-    if named:
-        return named
-    at = next(
+            sentences.append(f"the template {verb} {part}; the log keeps the original")
+    if sentences:
+        return sentences
+    position = next(
         (i for i, (a, b) in enumerate(zip(appended, whole, strict=False)) if a != b),
         min(len(appended), len(whole)),
     )
-    kept, anew = appended[max(at - 12, 0) :][:40], whole[max(at - 12, 0) :][:40]
+    kept, anew = appended[max(position - 12, 0) :][:40], whole[max(position - 12, 0) :][:40]
     return [f"in {dialogue.name} the template writes {anew!r} where the log keeps {kept!r}"]
 
 

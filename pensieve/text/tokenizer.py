@@ -88,8 +88,8 @@ class Tokenizer:
         self._tokenizer = _library_tokenizer(definition, definition_json)
         self.vocab_size = _vocab_size(definition)
         if eos_token_ids is None:
-            named = self._control.get(self.special_strings.get("eos_token", ""))
-            eos_token_ids = (named.id,) if named else ()
+            eos_token = self._control.get(self.special_strings.get("eos_token", ""))
+            eos_token_ids = (eos_token.id,) if eos_token else ()
         self.eos_token_ids = frozenset(eos_token_ids)
         if any(not 0 <= token_id < self.vocab_size for token_id in self.eos_token_ids):
             raise ModelError(f"end-of-turn ids {sorted(self.eos_token_ids)} exceed the vocabulary")
@@ -142,8 +142,10 @@ class Tokenizer:
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         count = len(self._reference_ids)
         starts = range(len(ids) - count + 1)
-        at = next((at for at in starts if ids[at : at + count] == self._reference_ids), 0)
-        return ids[:at]
+        num_start_ids = next(
+            (start for start in starts if ids[start : start + count] == self._reference_ids), 0
+        )
+        return ids[:num_start_ids]
 
     # -- text to tokens --
 
@@ -209,7 +211,11 @@ class Tokenizer:
         skipped = 0 if at_start else 1
         ids = result.ids[skipped:]
         starts = [start - len(anchor) for start, _ in result.offsets[skipped:]]
-        cuts = [at for token_id, at in zip(ids, starts, strict=True) if token_id in self._forbidden]
+        cuts = [
+            start
+            for token_id, start in zip(ids, starts, strict=True)
+            if token_id in self._forbidden
+        ]
         if not cuts:
             encoded.ids.extend(ids)
             encoded.starts.extend(offset + max(start, 0) for start in starts)

@@ -123,8 +123,10 @@ def _blocks_at_once(device: torch.device, head_size: int, hopper: bool) -> Block
     room = MULTIPROCESSOR_KIB.get(torch.cuda.get_device_capability(device), 100)
     count = cuda_launch.multiprocessors(device)
     blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1)) * count
-    has_hoppers = hopper and cuda_launch.architecture(device.index or 0) == "sm_90a"
-    return BlocksAtOnce(blocks, count if has_hoppers and head_size in HOPPER_HEAD_SIZES else None)
+    uses_hopper_kernel = hopper and cuda_launch.architecture(device.index or 0) == "sm_90a"
+    return BlocksAtOnce(
+        blocks, count if uses_hopper_kernel and head_size in HOPPER_HEAD_SIZES else None
+    )
 
 
 # -- launches --
@@ -176,10 +178,10 @@ def attention_launches(
             raise ValueError("multi_token_attention: Hopper's kernel does not support fp8")
         num_items = len(plan.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
-        hoppers = "multi_token_attention_hopper.cu"
+        source = "multi_token_attention_hopper.cu"
         launches.append(
             Launch(
-                Kernel(hoppers, "multi_token_attention", defines + hopper_defines()),
+                Kernel(source, "multi_token_attention", defines + hopper_defines()),
                 min(num_items, cuda_launch.multiprocessors(query.device)),
                 384,
                 (

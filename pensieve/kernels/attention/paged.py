@@ -1,8 +1,8 @@
 """Choose the implementation of attention over paged keys and values for the device of the tensors.
 
-These are the public functions.  Each checks the shapes of its tensors and calls cpu.py, cuda.py (which hold
-the calls of the compiled kernels), or else reference.py.  The values in
-index tensors are not checked: they come from the batch, and reading them back would stall a GPU.
+These are the public functions.  Each checks the shapes of its tensors and calls a compiled kernel (through
+cpu.py or cuda.py), or reference.py if no compiled kernel supports the tensors.  The values in index tensors
+are not checked: they come from the batch, and reading them back would stall a GPU.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ most blocks idle in a second wave.  No part is shorter than `PART_PAGES_MIN`.
 Sharing pages.  The result of a pack is always a part, even if the pack is not cut.  For each member of the
 pack, a merge combines the parts of the member's own context with the member's rows in the pack's parts.  So a
 pack costs one more part for each row, and one more block.  A pack is made if this costs less than reading the
-shared pages again (`_worth`).  The plan with packs is used if it takes less time than the plan without packs,
-by the formula above.  On an otherwise idle GPU, reading pages twice may cost less than the merge.
+shared pages again (`_worthwhile`).  The plan with packs is used if it takes less time than the plan without
+packs, by the formula above.  On an otherwise idle GPU, reading pages twice may cost less than the merge.
 
 Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
 Hopper's blocks are persistent: the block with the longest item of one wave gets the shortest item of the next
@@ -222,28 +222,30 @@ def plan_work(
     cut = part_limit(load.kinds(), num_kv_heads, count, waves_more)
     if shared is not None:
         items_more = count // num_kv_heads + 1 if waves_more == 0 else None
-        packs = _worth(packs_of(tiles, shared, tiling), tiles, tiling)[:items_more]
-        other = TileCosts.of(packed(tiles, packs, lengths, group), tiling)
+        packs = _worthwhile(packs_of(tiles, shared, tiling), tiles, tiling)[:items_more]
+        packed_load = TileCosts.of(packed(tiles, packs, lengths, group), tiling)
         items_max = None if items_more is None else len(tiles) + items_more
-        # Even, because a page costs 2 in a wide pack: with an odd limit, the pack would have more parts.
-        with_packs = part_limit(other.kinds(), num_kv_heads, count, step=2, items_max=items_max)
+        # The limit is even, because a page of a wide pack costs 2: an odd limit would only give more parts.
+        with_packs = part_limit(
+            packed_load.kinds(), num_kv_heads, count, step=2, items_max=items_max
+        )
         if packs and with_packs.time < cut.time:
-            load, cut = other, with_packs
+            load, cut = packed_load, with_packs
     parts = _ItemCutter()
     items = parts.cut(load, cut.limit)
     wide_items: list[Item] = []
     if wide:
         assert blocks.wide is not None
-        of_wide = TileCosts.of(PackedTiles(wide, [], [], {}), step=blocks.wide_step)
+        wide_load = TileCosts.of(PackedTiles(wide, [], [], {}), step=blocks.wide_step)
         cut = part_limit(
-            of_wide.kinds(), num_kv_heads, blocks.wide, waves_more, step=blocks.wide_step
+            wide_load.kinds(), num_kv_heads, blocks.wide, waves_more, step=blocks.wide_step
         )
-        wide_items = parts.cut(of_wide, cut.limit)
+        wide_items = parts.cut(wide_load, cut.limit)
     rows = tuple(load.made.rows)
     return Plan(items, wide_items, parts.merges, parts.num_rows, rows)
 
 
-def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list[Pack]:
+def _worthwhile(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list[Pack]:
     """Return the packs that save more than they cost, the best first."""
 
     def gain(pack: Pack) -> float:  # in pages
@@ -265,10 +267,10 @@ class _ItemCutter:
         """Return the items, longest first; parts begin at multiples of `step` pages."""
         (tiles, packs, _, places), step = load.made, load.step
         found: list[tuple[int, Item]] = []
-        of_packs = []  # the first part's first row, and the number of parts
+        pack_parts = []  # the first part's first row, and the number of parts
         for pack, costs in zip(packs, load.pack_costs, strict=True):
             num_parts = _num_parts_of(costs, step, limit)
-            of_packs.append((self.num_rows, num_parts))
+            pack_parts.append((self.num_rows, num_parts))
             found += self._parts_of(pack, costs, step, num_parts)
         for index, (tile, costs) in enumerate(zip(tiles, load.tile_costs, strict=True)):
             num_parts = _num_parts_of(costs, step, limit)
@@ -281,11 +283,11 @@ class _ItemCutter:
             if place is None:
                 self.merges.append(Merge(*merge))
                 continue
-            which, row = place
-            first_part_row, num_pack_parts = of_packs[which]
-            of_pack = (first_part_row + row, packs[which].num_rows, num_pack_parts)
-            self.merges.append(Merge(*merge, *of_pack))
-        found.sort(key=_first)
+            pack_index, row = place
+            first_part_row, num_pack_parts = pack_parts[pack_index]
+            pack_fields = (first_part_row + row, packs[pack_index].num_rows, num_pack_parts)
+            self.merges.append(Merge(*merge, *pack_fields))
+        found.sort(key=_sort_key)
         return [item for _, item in found]
 
     def _parts_of(
@@ -314,7 +316,7 @@ def _num_parts_of(costs: tuple[int, int], step: int, limit: int) -> int:
     return -(-(cost // page_cost // step) // steps_max)
 
 
-def _first(pair: tuple[int, Item]) -> int:
+def _sort_key(pair: tuple[int, Item]) -> int:
     return pair[0]
 
 
@@ -338,8 +340,8 @@ def part_limit(
 
     def time_of(waves: int, limit: int) -> float:
         part_rows = sum(
-            -(-cost // limit) * of_piece * count
-            for (cost, of_piece, is_part), count in kinds.items()
+            -(-cost // limit) * num_rows * count
+            for (cost, num_rows, is_part), count in kinds.items()
             if cost > limit or is_part
         )
         price = MERGE_COST + part_rows * num_kv_heads / ROWS_OF_A_PAGE / blocks_at_once

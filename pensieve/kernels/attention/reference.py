@@ -1,4 +1,4 @@
-"""Compute attention in plain torch, for any device, dtype and page size that the compiled kernels lack.
+"""Compute attention in plain torch, for devices, dtypes and page sizes without a compiled kernel.
 
 The daemon uses this module where there is no compiled kernel.  Tests also compare the kernels with it.
 
@@ -146,7 +146,10 @@ def _gather(
 def _visible(
     contexts: torch.Tensor, length: int, first: int, last: int, context_max: int
 ) -> torch.Tensor | None:
-    """Return the mask of rows [first, last) of each slice, (slices, 1, rows, context), or None for all."""
+    """Return the mask of rows [first, last) of each slice, (slices, 1, rows, context).
+
+    Return None if every row sees the whole context.
+    """
     if length == 1 and len(contexts) == 1:
         return None
     device = contexts.device

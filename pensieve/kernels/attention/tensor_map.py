@@ -54,10 +54,10 @@ def map_of(pages: torch.Tensor) -> int:
 def _encoded(shape: MapShape, dtype: torch.dtype) -> torch.Tensor:
     """Let the driver make the 128 bytes of a descriptor."""
     driver = ctypes.CDLL("libcuda.so.1")
-    room = torch.empty(256, dtype=torch.uint8)
-    begin = -room.data_ptr() % 128
+    buffer = torch.empty(256, dtype=torch.uint8)
+    begin = -buffer.data_ptr() % 128
     code: int = driver.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(room.data_ptr() + begin),
+        ctypes.c_void_p(buffer.data_ptr() + begin),
         ctypes.c_int(DATA_TYPES[dtype]),
         ctypes.c_uint32(3),
         ctypes.c_void_p(shape.address),
@@ -72,4 +72,4 @@ def _encoded(shape: MapShape, dtype: torch.dtype) -> torch.Tensor:
     )
     if code:
         raise DeviceError(f"cuTensorMapEncodeTiled returned {code} for {shape}")
-    return room[begin : begin + 128].clone()
+    return buffer[begin : begin + 128].clone()

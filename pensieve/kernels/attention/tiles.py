@@ -74,8 +74,8 @@ def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tili
     rows, begin = length * group, 0
     tiles = []
     while begin < rows:
-        left = rows - begin
-        num_rows = left if left <= tiling.narrow_max else min(left, tiling.wide)
+        rows_left = rows - begin
+        num_rows = rows_left if rows_left <= tiling.narrow_max else min(rows_left, tiling.wide)
         key_end = start + (begin + num_rows - 1) // group + 1
         tiles.append(Tile(slice_index, begin, num_rows, 0, key_end))
         begin += num_rows
@@ -93,18 +93,18 @@ def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list
             by_group.setdefault(group, []).append(index)
     packs: list[Pack] = []
     for group, indices in by_group.items():
-        left = sum(tiles[index].num_rows for index in indices)
+        rows_left = sum(tiles[index].num_rows for index in indices)
         members: list[int] = []
         num_rows = rows_max = 0
         for index in indices:
-            of_tile = tiles[index].num_rows
-            if num_rows + of_tile > rows_max:
+            tile_rows = tiles[index].num_rows
+            if num_rows + tile_rows > rows_max:
                 packs.append(Pack(tuple(members), num_rows, shared.group_pages[group]))
                 members, num_rows = [], 0
-                rows_max = tiling.narrow_max if left <= tiling.narrow_max else tiling.wide
+                rows_max = tiling.narrow_max if rows_left <= tiling.narrow_max else tiling.wide
             members.append(index)
-            num_rows += of_tile
-            left -= of_tile
+            num_rows += tile_rows
+            rows_left -= tile_rows
         packs.append(Pack(tuple(members), num_rows, shared.group_pages[group]))
     return [pack for pack in packs if len(pack.members) > 1]
 

@@ -94,7 +94,7 @@ def library() -> ctypes.CDLL:
 
 
 class CpuPackedWeights:
-    """Pack the weights of a product, or of several with the same input (`ProductWeights`), as panels.
+    """Pack the weights of a product, or of several products of one input (`ProductWeights`), as panels.
 
     With `int8`, the weights of an output become integers from -127 to 127, scaled by the largest weight.
     Each row that is multiplied by them is rounded like this, too.  Sums of integers are exact.
@@ -463,7 +463,7 @@ class CpuLayer:
             products["MLP in"], products["MLP out"] = self._mlp
         return {name: each.num_bytes for name, each in products.items()}
 
-    def followed_by(self, then: DenseLayer | PackedWeights) -> None:
+    def set_next(self, then: DenseLayer | PackedWeights) -> None:
         first = then._attention[0] if isinstance(then, CpuLayer) else then
         assert isinstance(first, CpuPackedWeights)
         self._then = first  # kept alive
@@ -586,11 +586,11 @@ def measured_parts() -> Iterator[dict[str, float]]:
     measured, not the threads that help it.
     """
     sums = (ctypes.c_int64 * len(PARTS))()
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     count = library().pensieve_measure_parts(ctypes.byref(sums))
     assert count == len(PARTS), (count, PARTS)
     try:
-        yield found
+        yield seconds
     finally:
         library().pensieve_measure_parts(None)
-        found.update({name: each / 1e9 for name, each in zip(PARTS, sums, strict=True)})
+        seconds.update({name: each / 1e9 for name, each in zip(PARTS, sums, strict=True)})

@@ -15,7 +15,7 @@ from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
 
-# The experts compute at most this many rows together. So many rows justify reading all experts' weights.
+# The experts compute at most this many rows together. For so many rows, it pays to read all experts' weights.
 EXPERT_ROWS_MAX = 512
 
 
@@ -167,6 +167,6 @@ class Workspace:
     def rotated(self, num_rows: int, widths: Widths) -> torch.Tensor:
         """Return the queries, keys and values that the last `before_attention` wrote, one row per token.
 
-        `widths` are the layer's.
+        `widths`: the widths of that layer.
         """
         return self._tensors[1][: num_rows * widths.heads_in].view(num_rows, widths.heads_in)

@@ -162,12 +162,12 @@ class CudaNorm:
             or not takes_fused(residual, len(weight))
             or residual.dtype != added.dtype
         ):
-            whole = residual + added
-            return whole, self(whole)
-        whole, normed = torch.empty_like(residual), torch.empty_like(residual)
-        tensors = (residual, added, weight, self.eps, whole, normed)
+            total = residual + added
+            return total, self(total)
+        total, normed = torch.empty_like(residual), torch.empty_like(residual)
+        tensors = (residual, added, weight, self.eps, total, normed)
         cuda_launch.launch(add_and_norm_launch(*tensors), residual.device)
-        return whole, normed
+        return total, normed
 
     def _exact_in(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the weights in the rows' type, or None if that would round a weight."""
@@ -230,7 +230,7 @@ class CudaLayer:
     def weight_bytes(self) -> int:
         return sum(each.num_bytes for each in self._products)
 
-    def followed_by(self, then: DenseLayer | PackedWeights) -> None:
+    def set_next(self, then: DenseLayer | PackedWeights) -> None:
         """Do nothing: a GPU does not prefetch weights."""
 
     def takes(self, paged_rows: PagedRows) -> bool:
@@ -287,26 +287,26 @@ class CudaLayer:
         query, key, value = self._before_rotation(residual)
         assert cosines is not None
         assert sines is not None
-        return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value
+        return _rotate(query, cosines, sines), _rotate(key, cosines, sines), value
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         _, attention_out, mlp_in, mlp_out = self._products
         added = attention_out(attended.flatten(1))
-        added = self._normed("attention_after", added)
+        added = self._norm_rows("attention_after", added)
         before = self._norms.get("mlp_before")
         if before is not None and self.factor == 1:
             middle, rows = before.with_sum(residual, added)
         else:
             middle = self._sum(residual, added)
-            rows = self._normed("mlp_before", middle)
+            rows = self._norm_rows("mlp_before", middle)
         added = mlp_out(mlp_in(rows))
-        return self._sum(middle, self._normed("mlp_after", added))
+        return self._sum(middle, self._norm_rows("mlp_after", added))
 
     def _before_rotation(self, residual: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values before the rotation."""
         num_heads, num_kv_heads, head_size = self._heads
         counts = [num_heads, num_kv_heads, num_kv_heads]
-        rows = self._products[0](self._normed("attention_before", residual))
+        rows = self._products[0](self._norm_rows("attention_before", residual))
         query, key, value = torch.split(rows, [count * head_size for count in counts], dim=-1)
         if "query_norm" in self._norms:
             query = self._norms["query_norm"](query)
@@ -314,7 +314,7 @@ class CudaLayer:
         pairs = zip((query, key, value), counts, strict=True)
         return [each.view(len(rows), count, head_size) for each, count in pairs]
 
-    def _normed(self, name: NormName, rows: torch.Tensor) -> torch.Tensor:
+    def _norm_rows(self, name: NormName, rows: torch.Tensor) -> torch.Tensor:
         norm = self._norms.get(name)
         return rows if norm is None else norm(rows)
 
@@ -322,7 +322,7 @@ class CudaLayer:
         return residual + added if self.factor == 1 else residual + added * self.factor
 
 
-def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _rotate(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     rotary = cosines.shape[1]
     part = rows[..., :rotary]
     low, high = part.chunk(2, dim=-1)
@@ -331,9 +331,10 @@ def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 def takes_fused(rows: torch.Tensor, width: int) -> bool:
-    """Whether csrc/cuda/fused_rows.cu supports these rows, of `width` or twice as many elements.
+    """Whether csrc/cuda/fused_rows.cu supports these rows.
 
-    The kernels of that file need one launch where torch needs two launches.
+    A row has `width` elements, or 2 · `width` if it holds gate and up.  The kernels of that file need
+    one launch where torch needs two launches.
     """
     return bool(
         rows.is_cuda and rows.dtype in ELEMENTS and rows.is_contiguous() and width % FUSED_EACH == 0
@@ -345,14 +346,14 @@ def add_and_norm_launch(
     added: torch.Tensor,
     weight: torch.Tensor,  # (width)
     eps: float,
-    whole: torch.Tensor,
+    total: torch.Tensor,
     normed: torch.Tensor,
 ) -> Launch:
     width = len(weight)
     for name, rows in (
         ("residual", residual),
         ("added", added),
-        ("sum", whole),
+        ("sum", total),
         ("normed", normed),
     ):
         if rows.shape != residual.shape or rows.shape[-1] != width or not rows.is_contiguous():
@@ -367,7 +368,7 @@ def add_and_norm_launch(
             *pointers(residual, added, weight),
             ("i", width),
             ("f", eps),
-            *pointers(whole, normed),
+            *pointers(total, normed),
         ),
         "add_and_norm_shared_bytes",
     )

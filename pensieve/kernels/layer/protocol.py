@@ -53,7 +53,7 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Norm: x / rms(x) · weight + bias, over each `len(weight)` values of a row.
+    """Norm: x / rms(x) · weight + bias, over each run of `len(weight)` values in a row.
 
     `centred` first subtracts the mean of x (LayerNorm).
     """
@@ -68,8 +68,8 @@ class NormWeights:
 class ProductWeights:
     """Weights of one product, or of several with the same input, whose outputs lie side by side.
 
-    With an activation, the first half of the outputs goes through it and multiplies the second half.  If
-    `gated` is False, every output goes through it.
+    With an activation, the activation of the first half of the outputs multiplies the second half.  If
+    `gated` is False, the activation is applied to every output.
     """
 
     weights: Sequence[torch.Tensor]  # each (outputs, inputs)
@@ -106,7 +106,7 @@ class LayerWeights:
     attention_out: ProductWeights
     mlp: MlpWeights | ExpertWeights
     norms: Mapping[NormName, NormWeights]  # only the existing norms
-    rotates: bool = True  # queries and keys by their positions
+    rotates: bool = True  # queries and keys are rotated by their positions
     parallel: bool = False  # the MLP reads the layer's own input, not the sum after the attention
 
 
@@ -147,7 +147,7 @@ class DenseLayer(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def followed_by(self, then: DenseLayer | PackedWeights) -> None:
+    def set_next(self, then: DenseLayer | PackedWeights) -> None:
         """Name the next layer or product, so that its first weights can be prefetched."""
 
     def takes(self, paged_rows: PagedRows) -> bool:

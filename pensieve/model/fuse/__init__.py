@@ -87,13 +87,13 @@ def fuse(
     del record
     while layers:  # each original is freed before the next layer is packed
         parent, name, layer = layers.pop()
-        of_layer = records.pop()
+        layer_record = records.pop()
         try:
-            found = fused_layer(layer, of_layer, kernels, int8=int8)
+            found = fused_layer(layer, layer_record, kernels, int8=int8)
         except NoMatch as error:
             reason = f"layer {name}: {error}"
             num_products += pack_products(
-                layer, product_calls(of_layer.calls, kernels), kernels, int8=int8
+                layer, product_calls(layer_record.calls, kernels), kernels, int8=int8
             )
         else:
             setattr(parent, name, found)

@@ -139,9 +139,9 @@ def fused_layer(
     factors = [1.0, *{v for v in attributes.values() if isinstance(v, float) and v != 1.0}]
     if inputs.dtype != torch.float32:
         with in_float32(layer):
-            wide, again = _matched_again(layer, record, kernels, has_rotation=rotation is not None)
+            wide, again = _match_again(layer, record, kernels, has_rotation=rotation is not None)
             factors = _right_factors(factors, layer_of(wide), again, wide.mlp)
-            norms = {name: _own_memory(norm) for name, norm in wide.norms.items()}
+            norms = {name: _clone_norm(norm) for name, norm in wide.norms.items()}
         weights = replace(weights, attention=wide.attention, rotates=wide.rotates, norms=norms)
         del wide, again
     fused = layer_of(weights)
@@ -153,7 +153,7 @@ def fused_layer(
     return fused
 
 
-def _matched_again(
+def _match_again(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, has_rotation: bool
 ) -> tuple[LayerWeights, LayerRecord]:
     """Return the layer's float32 weights, and a record of the layer running with them."""
@@ -167,7 +167,7 @@ def _matched_again(
     return weights, again
 
 
-def _own_memory(norm: NormWeights) -> NormWeights:
+def _clone_norm(norm: NormWeights) -> NormWeights:
     return replace(
         norm, weight=norm.weight.clone(), bias=None if norm.bias is None else norm.bias.clone()
     )
@@ -217,9 +217,9 @@ def _undecided_rows(
     record: LayerRecord, mlp: MlpWeights | ExpertWeights, inputs: torch.Tensor
 ) -> torch.Tensor:
     """Return a mask of the rows where rounding may decide which expert is chosen last."""
-    none = torch.zeros(inputs.numel() // inputs.shape[-1], dtype=torch.bool)
+    no_rows = torch.zeros(inputs.numel() // inputs.shape[-1], dtype=torch.bool)
     if not isinstance(mlp, ExpertWeights) or mlp.num_chosen == len(mlp.router):
-        return none
+        return no_rows
     for call in record.calls:
         if isinstance(call, ModuleCall) and any(
             each is mlp.router for each in call.module.parameters()
@@ -228,7 +228,7 @@ def _undecided_rows(
             last, following = logits.topk(mlp.num_chosen + 1).values[:, -2:].unbind(1)
             near = UNDECIDED_ULPS * torch.finfo(inputs.dtype).eps * logits.abs().amax(1)
             return last - following <= near
-    return none
+    return no_rows
 
 
 def is_rotation(

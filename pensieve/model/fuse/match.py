@@ -141,17 +141,17 @@ def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
 
 def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights:
     """Return the weights of queries, keys and values, in this order."""
-    whole = product_weights(parts.attention_in)
+    combined = product_weights(parts.attention_in)
     num_heads, num_kv_heads, head_size = attention.heads
     if len(parts.attention_in) > 1 or num_heads != num_kv_heads:
-        return whole
+        return combined
     rows = parts.attention_in[0].output.flatten(0, -2)
     if torch.equal(rows[:, 2 * num_heads * head_size :], attention.call.value.flatten(1)):
-        return whole
+        return combined
     by_head = rows.view(len(rows), num_heads, 3, head_size)
     if not torch.equal(by_head[:, :, 2], attention.call.value):
         raise NoMatch("its queries, keys and values are in an unknown order")
-    weight, bias = whole.weights[0], whole.biases[0]
+    weight, bias = combined.weights[0], combined.biases[0]
     return ProductWeights(
         [weight.reshape(num_heads, 3, head_size, -1).transpose(0, 1).flatten(0, 2)],
         [None if bias is None else bias.view(num_heads, 3, head_size).transpose(0, 1).flatten()],
@@ -187,13 +187,13 @@ def _match_after_attention(
 
     In a layer with experts, a router → activation → experts → [norm] come after the norms.
     """
-    loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product or router
+    unnamed: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product or router
     for call in calls:
         if is_product(call, kernels):
             if not parts.attention_out:
                 parts.attention_out.append(call)
             elif not parts.mlp_in:
-                _name_middle_norms(parts, loose, call, inputs)
+                _name_middle_norms(parts, unnamed, call, inputs)
                 parts.mlp_in.append(call)
             elif call.input is parts.mlp_in[0].input:
                 parts.mlp_in.append(call)
@@ -201,12 +201,12 @@ def _match_after_attention(
                 parts.mlp_out.append(call)
             else:
                 raise NoMatch("it has too many products after its attention")
-            loose = []
+            unnamed = []
         elif parts.attention_out and not parts.mlp_in and (router := match_router(call)):
             if parts.router is not None:
                 raise NoMatch("it has more than one router")
-            _name_middle_norms(parts, loose, call, inputs)
-            parts.router, loose = router, []
+            _name_middle_norms(parts, unnamed, call, inputs)
+            parts.router, unnamed = router, []
         elif (
             parts.activation is None
             and not list(call.module.parameters())
@@ -217,16 +217,16 @@ def _match_after_attention(
         elif parts.router is not None and parts.experts is None:
             parts.experts = call
         else:
-            loose.append((_norm_of(call), call))
-    if len(loose) > 1:
+            unnamed.append((_norm_of(call), call))
+    if len(unnamed) > 1:
         raise NoMatch("it has too many norms after its MLP")
-    if loose:
-        parts.norms["mlp_after"] = loose[0][0]
+    if unnamed:
+        parts.norms["mlp_after"] = unnamed[0][0]
 
 
 def _name_middle_norms(
     parts: _Parts,
-    loose: list[tuple[NormWeights, ModuleCall]],
+    unnamed: list[tuple[NormWeights, ModuleCall]],
     product: ModuleCall,
     inputs: torch.Tensor,
 ) -> None:
@@ -238,12 +238,12 @@ def _name_middle_norms(
     before = parts.attention_in[0].input if parts.attention_in else None
     if product.input is before and "attention_before" in parts.norms:
         parts.norms["mlp_before"], parts.is_parallel = parts.norms["attention_before"], True
-    if loose and is_same_memory(product.input, loose[-1][1].output):
-        norm, call = loose.pop()
+    if unnamed and is_same_memory(product.input, unnamed[-1][1].output):
+        norm, call = unnamed.pop()
         parts.norms["mlp_before"], parts.is_parallel = norm, call.input is inputs
-    if loose:
-        parts.norms["attention_after"] = loose.pop()[0]
-    if loose:
+    if unnamed:
+        parts.norms["attention_after"] = unnamed.pop()[0]
+    if unnamed:
         raise NoMatch("it has too many norms between attention and MLP")
 
 
@@ -359,11 +359,11 @@ def _error(norm: NormWeights, inputs: torch.Tensor, output: torch.Tensor) -> tup
     rows = inputs.float().view(*inputs.shape[:-1], -1, width)
     if norm.centred:
         rows = rows - rows.mean(-1, keepdim=True)
-    got = rows / (rows.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    computed = rows / (rows.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
     if norm.bias is not None:
-        got = got + norm.bias
-    right = output.float()
-    difference = (got.flatten(-2) - right).abs() / right.abs().max().clamp_min(1e-12)
+        computed = computed + norm.bias
+    expected = output.float()
+    difference = (computed.flatten(-2) - expected).abs() / expected.abs().max().clamp_min(1e-12)
     return float(difference.max()), float(difference.mean())
 
 
@@ -372,13 +372,13 @@ def activation_of(module: torch.nn.Module) -> Activation | None:
     x = torch.linspace(-8, 8, 257)
     with torch.inference_mode():
         y = module(x)
-    right: dict[Activation, torch.Tensor] = {
+    activations: dict[Activation, torch.Tensor] = {
         "silu": F.silu(x),
         "gelu_tanh": F.gelu(x, approximate="tanh"),
         "relu": F.relu(x),
         "gelu": F.gelu(x),
     }
-    for name, expected in right.items():
+    for name, expected in activations.items():
         if torch.allclose(y, expected, atol=1e-6):
             return name
     return None
@@ -388,9 +388,9 @@ def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
     """Return the number that turns `before` into `after` by multiplication, or None."""
     if before.shape != after.shape:
         return None
-    wide, right = before.double(), after.double()
-    factor = float((wide * right).sum() / (wide * wide).sum())
-    worst = float((wide * factor - right).abs().max() / right.abs().max())
+    wide, target = before.double(), after.double()
+    factor = float((wide * target).sum() / (wide * wide).sum())
+    worst = float((wide * factor - target).abs().max() / target.abs().max())
     if not worst <= torch.finfo(after.dtype).eps:  # also true if `worst` is NaN
         return None
     return 1.0 if torch.equal(before, after) else factor
@@ -429,12 +429,12 @@ def match_router(call: ModuleCall) -> Router | None:
     if call.input.shape[-1] != weight.shape[1]:
         return None
     logits, shares, experts = tensors
-    right = F.linear(call.input.reshape(-1, weight.shape[1]), weight)
-    if logits.shape != right.shape or experts.is_floating_point():
+    own_logits = F.linear(call.input.reshape(-1, weight.shape[1]), weight)
+    if logits.shape != own_logits.shape or experts.is_floating_point():
         return None
-    if logits.dtype != right.dtype and not torch.equal(logits.float(), right.float()):
+    if logits.dtype != own_logits.dtype and not torch.equal(logits.float(), own_logits.float()):
         return None  # computed in another precision, so the chosen experts sometimes differ
-    probabilities = torch.softmax(right.float(), dim=-1)
+    probabilities = torch.softmax(own_logits.float(), dim=-1)
     largest = torch.topk(probabilities, experts.shape[1]).values
     chosen = probabilities.gather(1, experts)
     if not _near(chosen, largest, torch.float32):
@@ -487,12 +487,12 @@ def expert_weights(
     )
 
 
-def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether both are the same tensor, perhaps reshaped.  The record keeps all tensors alive."""
-    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+    return first.data_ptr() == second.data_ptr() and first.numel() == second.numel()
 
 
-def _near(got: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
-    return got.shape == right.shape and torch.allclose(
-        got, right, rtol=4 * torch.finfo(dtype).eps, atol=1e-6
+def _near(values: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    return values.shape == expected.shape and torch.allclose(
+        values, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6
     )

@@ -32,8 +32,8 @@ class SharedInput:
                 (len(rows), sum(self._sizes)), dtype=inputs.dtype, device=inputs.device
             )
             self.packed.multiply(rows, out)
-            whole = out.view(*inputs.shape[:-1], out.shape[1])
-            self._inputs, self._outputs = inputs, list(torch.split(whole, self._sizes, dim=-1))
+            result = out.view(*inputs.shape[:-1], out.shape[1])
+            self._inputs, self._outputs = inputs, list(torch.split(result, self._sizes, dim=-1))
         output = self._outputs[part]
         assert output is not None
         self._outputs[part] = None

@@ -128,33 +128,33 @@ def _recording(
     outside: list[ModuleCall],
 ) -> Iterator[Callable[[RecordedAttention], None]]:
     """Record calls in their layer's record or in `outside`; yield a function that records attention."""
-    inside: list[LayerRecord] = []  # the layer that is running, if any
+    running: list[LayerRecord] = []  # the record of the running layer, if any
 
     def enter(record: LayerRecord) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             record.input = args[0] if args else kwargs.get("hidden_states")
             record.others, record.arguments = args[1:], kwargs
-            inside.append(record)
+            running.append(record)
 
         return hook
 
     def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        inside.pop().output = output
+        running.pop().output = output
 
-    def leaf(
+    def record_call(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if not args or isinstance(module, torch.nn.Dropout | torch.nn.Identity):
             return
         call = ModuleCall(module, args[0], output, (args[1:], kwargs))
-        if inside:
-            inside[-1].calls.append(call)
+        if running:
+            running[-1].calls.append(call)
         else:
             outside.append(call)
 
-    def attended(call: RecordedAttention) -> None:
-        if inside:
-            inside[-1].calls.append(call)
+    def record_attention(call: RecordedAttention) -> None:
+        if running:
+            running[-1].calls.append(call)
 
     handles = []
     for layer, record in zip(layers, records, strict=True):
@@ -162,9 +162,9 @@ def _recording(
         handles.append(layer.register_forward_hook(leave))
     for each in module.modules():
         if not list(each.children()) or list(each.parameters(recurse=False)):
-            handles.append(each.register_forward_hook(leaf, with_kwargs=True))
+            handles.append(each.register_forward_hook(record_call, with_kwargs=True))
     try:
-        yield attended
+        yield record_attention
     finally:
         for handle in handles:
             handle.remove()
@@ -178,8 +178,8 @@ def record_forward(
 ) -> ForwardRecord:
     records = [LayerRecord() for _ in layers]
     outside: list[ModuleCall] = []
-    with _recording(flat.module, layers, records, outside) as attended:
-        logits = causal_logits(flat, prompt, positions, attended)
+    with _recording(flat.module, layers, records, outside) as record_attention:
+        logits = causal_logits(flat, prompt, positions, record_attention)
     return ForwardRecord(prompt, positions, records, outside, logits)
 
 
@@ -191,8 +191,8 @@ def causal_logits(
 ) -> torch.Tensor:
     """Return the logits of every row of one prompt."""
     device = flat.module.device
-    ids, at = (torch.tensor(each, device=device) for each in (prompt, positions))
-    return flat.logits(ids, at, torch.arange(len(ids), device=device), CausalPass(report))
+    ids, position_ids = (torch.tensor(each, device=device) for each in (prompt, positions))
+    return flat.logits(ids, position_ids, torch.arange(len(ids), device=device), CausalPass(report))
 
 
 def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
@@ -200,8 +200,8 @@ def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
     again = LayerRecord()
     args = () if "hidden_states" in record.arguments else (record.input, *record.others)
     named = {name: _widened(each) for name, each in record.arguments.items()}
-    with torch.inference_mode(), _recording(layer, [layer], [again], []) as attended:
-        layer(*map(_widened, args), **{**named, "pensieve_pass": CausalPass(attended)})
+    with torch.inference_mode(), _recording(layer, [layer], [again], []) as record_attention:
+        layer(*map(_widened, args), **{**named, "pensieve_pass": CausalPass(record_attention)})
     return again
 
 

@@ -2,8 +2,8 @@
 
 The loop over the layers supports: a table of embeddings times a number; a table of position embeddings to
 add, or one rotation (cosines and sines) for all layers; a final norm; an LM head (`lm_head`: hidden
-states to logits) times a number.  Each is found in the recorded forward and compared with the recorded
-answers.  A second forward, in which the result of the LM head is 64 times as large, reveals a cap on
+states to logits) times a number.  Each part is found in the recorded forward and compared with the recorded
+results.  A second forward, in which the result of the LM head is 64 times as large, reveals a cap on
 logits.
 """
 
@@ -64,18 +64,18 @@ class FusedModel:
     """Run embeddings, fused layers, norm and LM head in one loop."""
 
     def __init__(
-        self, around: Surroundings, layers: Sequence[FusedLayer], kernels: LayerKernels
+        self, surroundings: Surroundings, layers: Sequence[FusedLayer], kernels: LayerKernels
     ) -> None:
-        head = around.find_head()
+        head = surroundings.find_head()
         assert isinstance(head, PackedProduct)
-        self._around = around
+        self._surroundings = surroundings
         self.layers = layers
         self.graphs: LayerGraphs | None = None  # on a GPU
-        self._norm = kernels.norm(around.norm)
+        self._norm = kernels.norm(surroundings.norm)
         self._head = head.packed
-        for layer, then in pairwise(layers):
-            layer.dense.followed_by(then.dense)
-        layers[-1].dense.followed_by(self._head)
+        for layer, following in pairwise(layers):
+            layer.dense.set_next(following.dense)
+        layers[-1].dense.set_next(self._head)
         self._chain: LayerChain | None = None
         if len({layer.rotates for layer in layers}) == 1:  # in a chain all layers rotate, or none
             self._chain = kernels.chain([layer.dense for layer in layers])
@@ -84,15 +84,15 @@ class FusedModel:
         self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Rotation | None]:
         """Return the input of the first layer."""
-        around = self._around
-        hidden: torch.Tensor = around.table(input_ids)
-        if around.table_factor != 1:
-            hidden = hidden * around.table_factor
-        if around.positions is not None:
-            hidden = hidden + F.embedding(positions, around.positions)
-        if around.rotation is None:
+        surroundings = self._surroundings
+        hidden: torch.Tensor = surroundings.table(input_ids)
+        if surroundings.table_factor != 1:
+            hidden = hidden * surroundings.table_factor
+        if surroundings.positions is not None:
+            hidden = hidden + F.embedding(positions, surroundings.positions)
+        if surroundings.rotation is None:
             return hidden, None
-        return hidden, around.rotation(hidden[None], positions[None])
+        return hidden, surroundings.rotation(hidden[None], positions[None])
 
     def logits(
         self,
@@ -108,7 +108,7 @@ class FusedModel:
             (len(rows), self._head.outputs), dtype=torch.float32, device=hidden.device
         )
         self._head.multiply(self._norm(hidden), logits)
-        factor = self._around.head_factor
+        factor = self._surroundings.head_factor
         return logits if factor == 1 else logits.mul_(factor)
 
     def _all_layers(

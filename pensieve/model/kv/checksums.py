@@ -69,12 +69,12 @@ class PageChecksums:
         self._growing.discard(page)
         self._sums[page] = _Sum(num_slots, self._crc(page, num_slots))
 
-    def arrived(self, page: int, num_slots: int, crc: int) -> None:
+    def set_crc(self, page: int, num_slots: int, crc: int) -> None:
         """Remember the CRC of a page that was filled with another engine's KV."""
         self._growing.discard(page)
         self._sums[page] = _Sum(num_slots, crc)
 
-    def is_as_copied(self, page: int, num_slots: int, crc: int) -> bool:
+    def is_intact_given_crc(self, page: int, num_slots: int, crc: int) -> bool:
         """Same as `is_intact`, for a caller that has already summed `num_slots` leading slots."""
         known = self._sums.get(page)
         if known is None or known.num_slots != num_slots or page in self._growing:

@@ -103,9 +103,10 @@ def numa_node(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -
     """Return the NUMA node that the GPU is connected to, or None if there is one node or it is unknown."""
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)  # its type stubs lack these attributes
+    gpu: Any = torch.cuda.get_device_properties(device)  # its type stubs lack these attributes
     try:
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        domain, bus = gpu.pci_domain_id, gpu.pci_bus_id
+        address = f"{domain:04x}:{bus:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:  # torch before 2.6
         return None
     return node_of(address, root)

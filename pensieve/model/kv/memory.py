@@ -79,25 +79,28 @@ class PageMoves(NamedTuple):
     def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
         """Return a layer's moves as pieces, in bytes.
 
-        Consecutive whole pages are joined into one piece.  Of a partial page, each tile (the keys or values
-        of one head) is a piece that has only the tile's first slots.
+        Consecutive whole pages are joined into one piece.  A partial page becomes a piece for each tile (the
+        keys or values of one head), with only the tile's first slots.
         """
         page_bytes = tiles * tile_bytes
         rows: list[tuple[int, int, int]] = []
         for source, target, count in sorted(
             zip(*(each.tolist() for each in self[:3]), strict=True)
         ):
-            first, there = source * page_bytes, target * page_bytes
+            source_begin, target_begin = source * page_bytes, target * page_bytes
             if count < chunk_tokens:
                 size = tile_bytes * count // chunk_tokens
-                rows += [(first + at, there + at, size) for at in range(0, page_bytes, tile_bytes)]
+                rows += [
+                    (source_begin + offset, target_begin + offset, size)
+                    for offset in range(0, page_bytes, tile_bytes)
+                ]
                 continue
             if rows:
-                before, before_there, size = rows[-1]
-                if (first, there) == (before + size, before_there + size):
-                    rows[-1] = (before, before_there, size + page_bytes)
+                last_source, last_target, size = rows[-1]
+                if (source_begin, target_begin) == (last_source + size, last_target + size):
+                    rows[-1] = (last_source, last_target, size + page_bytes)
                     continue
-            rows.append((first, there, page_bytes))
+            rows.append((source_begin, target_begin, page_bytes))
         table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
         return Pieces(*table.T.contiguous())
 
@@ -244,10 +247,10 @@ class KVMemory:
 
     def moves_of(self, groups: Sequence[PageGroup]) -> list[GroupMoves]:
         """Return the groups' moves on the arenas' device, uploaded by one copy."""
-        made = [GroupMoves.of(group) for group in groups]
-        columns = [column for each in made for moves in each for column in moves[:3]]
-        there = upload(torch.cat(columns), self.device_arena.device)
-        parts = iter(torch.split(there, [len(column) for column in columns]))
+        group_moves = [GroupMoves.of(group) for group in groups]
+        columns = [column for each in group_moves for moves in each for column in moves[:3]]
+        uploaded = upload(torch.cat(columns), self.device_arena.device)
+        parts = iter(torch.split(uploaded, [len(column) for column in columns]))
         moves = [PageMoves(*each) for each in zip(parts, parts, parts, strict=True)]
         return [GroupMoves(*each) for each in zip(moves[::2], moves[1::2], strict=True)]
 

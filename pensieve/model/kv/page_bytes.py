@@ -54,11 +54,11 @@ class PageBytes:
         """Whether a host page, whose bytes have this CRC, still holds what was copied to it."""
         if self._checksums is None or not place.on_host:
             return True
-        return self._checksums.is_as_copied(place.page, place.num_slots, crc)
+        return self._checksums.is_intact_given_crc(place.page, place.num_slots, crc)
 
     def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
         """Fill a page that nothing uses."""
         target = self._host[:, host_page, :, :, :num_slots]
         target.numpy()[...] = data.cast("B", tuple(target.shape))
         if self._checksums is not None:
-            self._checksums.arrived(host_page, num_slots, crc)
+            self._checksums.set_crc(host_page, num_slots, crc)

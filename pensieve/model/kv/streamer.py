@@ -36,8 +36,8 @@ Why no page is read or written wrongly:
 * A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
   before the load, because all copies are ordered.  A swap-out into such a page was reported before the group
   was planned.
-* Later readers and writers of host pages see all stores.  They are swap-ins, swap-outs into released pages,
-  and checksums.  `end` makes the computing stream wait for the last store.  The readers and writers wait for
+* Later readers and writers of host pages (swap-ins, swap-outs into released pages, and checksums) see all
+  stores.  `end` makes the computing stream wait for the last store.  The readers and writers wait for
   an event that is recorded on the computing stream after `end`.
 * A swap may run during the pass.  A page that the swap and the pass both use is full and shared, and the pass
   only reads it.  This is so because the core does not reuse the pages of a copy before the copy is
@@ -72,7 +72,7 @@ class StagedStreamer:
         device = memory.device_arena.device
         self._memory = memory
         if streams is None:
-            streams = InOrder() if device.type == "cpu" else copier.TorchStreams(device)
+            streams = InOrderStreams() if device.type == "cpu" else copier.TorchStreams(device)
         self._streams = streams
         self._moves: list[GroupMoves] = []  # moves of the current pass; empty between passes
         self._num_steps = 0
@@ -160,11 +160,11 @@ class StagedStreamer:
             raise DeviceError(f"copying pages of streamed turns failed: {error}") from error
 
 
-class InOrder:
+class InOrderStreams:
     """CPU streams that run all work at launch; only tests use staging arenas on a CPU."""
 
     @property
-    def compute(self) -> InOrder:
+    def compute(self) -> InOrderStreams:
         return self
 
     swap_in = swap_out = staging = compute
@@ -229,7 +229,7 @@ Streamer: TypeAlias = StagedStreamer | InPlaceStreamer
 
 
 def streamer_for(memory: KVMemory) -> Streamer | None:
-    """Return the memory's streamer, or None if it cannot stream turns."""
+    """Return the memory's streamer, or None if the memory has no pages for streamed turns."""
     if memory.in_place:
         return InPlaceStreamer(memory)
     return StagedStreamer(memory) if memory.staging_pages else None

@@ -34,7 +34,7 @@ from pensieve.model.parallel.handshake import (
 from pensieve.model.parallel.rank_messages import RankPipe
 
 HANDSHAKES_MAX = 32  # concurrent handshakes
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 class RemoteRanks(NamedTuple):
@@ -60,53 +60,57 @@ def split_address(text: str, flag: str = "--rank-address") -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")
     if host in ("0.0.0.0", "::", "*"):
-        raise ConfigError(f"{flag} {text}: ranks use one interface. Give its address")
+        raise ConfigError(
+            f"{flag} {text}: needs the address of one network interface, not of all interfaces"
+        )
     return host, int(port)
 
 
 class Arrivals:
-    def __init__(self, elsewhere: RemoteRanks, report: Callable[[str], None]) -> None:
-        self._elsewhere, self._report = elsewhere, report
-        self._there: list[Arrived] = []
+    def __init__(self, remote_ranks: RemoteRanks, report: Callable[[str], None]) -> None:
+        self._remote_ranks, self._report = remote_ranks, report
+        self._arrived: list[Arrived] = []
         self._verdicts: queue.SimpleQueue[Arrived | str] = queue.SimpleQueue()
         self._handshakes = threading.Semaphore(HANDSHAKES_MAX)
-        address = (elsewhere.host, elsewhere.port)
-        family = socket.AF_INET6 if ":" in elsewhere.host else socket.AF_INET
+        address = (remote_ranks.host, remote_ranks.port)
+        family = socket.AF_INET6 if ":" in remote_ranks.host else socket.AF_INET
         try:
             self._socket = socket.create_server(address, family=family)
         except OSError as error:
             kind = AddressInUse if error.errno == 98 else ConfigError
             raise kind(f"--rank-address {address[0]}:{address[1]}: {error.strerror}") from error
-        self.address = f"{elsewhere.host}:{self._socket.getsockname()[1]}"
+        self.address = f"{remote_ranks.host}:{self._socket.getsockname()[1]}"
 
     def wait(self) -> list[Arrived]:
         """Return all ranks in the order of their numbers; raise DeviceError if they do not arrive in time."""
-        num_ranks, seconds = self._elsewhere.num_ranks, self._elsewhere.wait_seconds
+        num_ranks, seconds = self._remote_ranks.num_ranks, self._remote_ranks.wait_seconds
         self._report(f"waiting at {self.address} for {_ranks(num_ranks)} from other machines")
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         try:
-            while len(self._there) < num_ranks:
-                if time.monotonic() > until:
+            while len(self._arrived) < num_ranks:
+                if time.monotonic() > deadline:
                     raise DeviceError(self._missing_ranks())
-                if select.select([self._socket], [], [], LOOK_SECONDS)[0]:
+                if select.select([self._socket], [], [], POLL_SECONDS)[0]:
                     self._accept()
                 self._take_verdicts()
                 self._drop_disconnected()
         except BaseException:
-            for each in self._there:
+            for each in self._arrived:
                 each.pipe.close()
             raise
         finally:
             self._socket.close()
-        return sorted(self._there, key=lambda each: (each.arrival.host, each.arrival.device_index))
+        return sorted(
+            self._arrived, key=lambda each: (each.arrival.host, each.arrival.device_index)
+        )
 
     def _missing_ranks(self) -> str:
-        hosts = sorted(each.arrival.host for each in self._there)
-        missing = self._elsewhere.num_ranks - len(hosts)
+        hosts = sorted(each.arrival.host for each in self._arrived)
+        missing = self._remote_ranks.num_ranks - len(hosts)
         found = f"{', '.join(hosts)} connected" if hosts else "none connected"
         return (
-            f"{missing} of {_ranks(self._elsewhere.num_ranks)} from other machines did not connect to "
-            f"{self.address} within {self._elsewhere.wait_seconds:g} s ({found}). Is `pensieve rank` "
+            f"{missing} of {_ranks(self._remote_ranks.num_ranks)} from other machines did not connect to "
+            f"{self.address} within {self._remote_ranks.wait_seconds:g} s ({found}). Is `pensieve rank` "
             "running there?"
         )
 
@@ -124,7 +128,7 @@ class Arrivals:
         pipe = RankPipe(sock, FRAME_BYTES_MAX)
         try:
             tuned(sock).settimeout(HANDSHAKE_SECONDS)
-            arrival = receive_rank(pipe, self._elsewhere.secret, self._elsewhere.expected)
+            arrival = receive_rank(pipe, self._remote_ranks.secret, self._remote_ranks.expected)
             sock.settimeout(None)
             self._verdicts.put(Arrived(pipe, arrival))
         except (RankRefused, OSError) as error:
@@ -141,24 +145,24 @@ class Arrivals:
                 return
             if isinstance(verdict, str):
                 self._report(verdict)
-            elif len(self._there) == self._elsewhere.num_ranks:
+            elif len(self._arrived) == self._remote_ranks.num_ranks:
                 with contextlib.suppress(OSError):
                     verdict.pipe.send("refused", text="all ranks have arrived")
                 verdict.pipe.close()
             else:
                 with contextlib.suppress(OSError):  # `_drop_disconnected` will notice
                     verdict.pipe.send("accepted")
-                self._there.append(verdict)
+                self._arrived.append(verdict)
                 self._report_num(f"{verdict.arrival.host} connected")
 
     def _drop_disconnected(self) -> None:
-        for each in [each for each in self._there if each.pipe.has_ended()]:
+        for each in [each for each in self._arrived if each.pipe.has_ended()]:
             each.pipe.close()
-            self._there.remove(each)
+            self._arrived.remove(each)
             self._report_num(f"{each.arrival.host} disconnected")
 
     def _report_num(self, text: str) -> None:
-        self._report(f"{text}: {len(self._there)} of {self._elsewhere.num_ranks}")
+        self._report(f"{text}: {len(self._arrived)} of {self._remote_ranks.num_ranks}")
 
 
 def _ranks(count: int) -> str:

@@ -90,13 +90,13 @@ class ParallelExecutor:
     def launch(self, iteration: Iteration) -> None:
         self._leader.send_iteration(iteration)
         self._launched.append(iteration)
-        with self._links():
+        with self._link_errors():
             self._own.launch(iteration)
 
     def collect(self) -> Outcome:
         iteration = self._launched.popleft()
-        with self._links():
-            outcome = self._collected(iteration)
+        with self._link_errors():
+            outcome = self._collect_own(iteration)
         tally = self._leader.tally
         tally.add(outcome.finished_copies)
         finished = tally.take(wait=not iteration.slices)
@@ -106,11 +106,11 @@ class ParallelExecutor:
         self._own.close()
         self._leader.close()
 
-    def _collected(self, iteration: Iteration) -> Outcome:
+    def _collect_own(self, iteration: Iteration) -> Outcome:
         return self._own.collect()
 
     @contextmanager
-    def _links(self) -> Iterator[None]:
+    def _link_errors(self) -> Iterator[None]:
         """Raise DeviceError for a broken link between ranks.  On a GPU, it may break after the launch."""
         try:
             yield
@@ -138,9 +138,9 @@ class StagedExecutor(ParallelExecutor):
         self._leader.send_iteration(iteration, with_tokens=True)
         self._launched.append(iteration)
         if iteration.slices:
-            with self._links():
+            with self._link_errors():
                 self._model.expect(iteration.num_tokens)
 
-    def _collected(self, iteration: Iteration) -> Outcome:
+    def _collect_own(self, iteration: Iteration) -> Outcome:
         self._own.launch(iteration)
         return self._own.collect()

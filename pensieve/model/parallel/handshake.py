@@ -93,14 +93,14 @@ def receive_rank(pipe: RankPipe, secret: bytes, expected: RankIdentity) -> RankI
     """Run rank 0's side until the verdict; RankRefused says why a rank was not accepted."""
     ours = secrets.token_bytes(NONCE_BYTES)
     pipe.send("challenge", nonce=ours.hex())
-    values = _next(pipe, "proof")
+    values = _receive(pipe, "proof")
     theirs = _from_hex(values, "nonce")
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank", ours, theirs)):
         raise RankRefused("it does not know the secret of --cluster-secret")
     pipe.send("proof", mac=_mac(secret, b"rank 0", ours, theirs).hex())
-    values = _next(pipe, "arrival")
+    values = _receive(pipe, "arrival")
     try:
-        arrival = _arrival(values)
+        arrival = _parse_arrival(values)
         _compare(arrival, expected)
     except RankRefused as error:
         pipe.send("refused", text=str(error))
@@ -110,16 +110,16 @@ def receive_rank(pipe: RankPipe, secret: bytes, expected: RankIdentity) -> RankI
 
 def present(pipe: RankPipe, secret: bytes, own: RankIdentity) -> None:
     """Run the rank's side until it is accepted; RankRefused says why it was not."""
-    theirs, ours = _from_hex(_next(pipe, "challenge"), "nonce"), secrets.token_bytes(NONCE_BYTES)
+    theirs, ours = _from_hex(_receive(pipe, "challenge"), "nonce"), secrets.token_bytes(NONCE_BYTES)
     pipe.send("proof", nonce=ours.hex(), mac=_mac(secret, b"rank", theirs, ours).hex())
-    values = _next(pipe, "proof")
+    values = _receive(pipe, "proof")
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank 0", theirs, ours)):
         raise RankRefused("the server at this address does not know the secret of --cluster-secret")
     pipe.send("arrival", **own._asdict())
-    _next(pipe, "accepted")
+    _receive(pipe, "accepted")
 
 
-def _next(pipe: RankPipe, name: str) -> Mapping[str, object]:
+def _receive(pipe: RankPipe, name: str) -> Mapping[str, object]:
     """Return the values of the next message; raise RankRefused if the peer sends any other message."""
     try:
         frame = pipe.receive()
@@ -136,7 +136,7 @@ def _next(pipe: RankPipe, name: str) -> Mapping[str, object]:
     return frame.values
 
 
-def _arrival(values: Mapping[str, object]) -> RankIdentity:
+def _parse_arrival(values: Mapping[str, object]) -> RankIdentity:
     kinds = get_type_hints(RankIdentity)
     if {name: type(value) for name, value in values.items()} != kinds:
         raise RankRefused(
@@ -147,10 +147,10 @@ def _arrival(values: Mapping[str, object]) -> RankIdentity:
 
 def _compare(arrival: RankIdentity, expected: RankIdentity) -> None:
     for name in COMPARED_FIELDS:
-        there, here = getattr(arrival, name), getattr(expected, name)
-        if there != here:
-            what = {"model": "other weights:", "device": "another device:"}.get(name, name)
-            raise RankRefused(f"{arrival.host} has {what} {there}, and rank 0 has {here}")
+        theirs, ours = getattr(arrival, name), getattr(expected, name)
+        if theirs != ours:
+            label = {"model": "other weights:", "device": "another device:"}.get(name, name)
+            raise RankRefused(f"{arrival.host} has {label} {theirs}, and rank 0 has {ours}")
 
 
 def _from_hex(values: Mapping[str, object], name: str) -> bytes:

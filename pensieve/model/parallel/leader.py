@@ -83,7 +83,7 @@ class Tally:
             self._changed.notify_all()
 
     def take(self, *, wait: bool) -> tuple[int, ...]:
-        """Return the copies finished on all ranks; with `wait`, wait for one if any is pending."""
+        """Return the copies finished on all ranks; with `wait`, wait for a copy if any is pending."""
         with self._changed:
             if wait:
                 self._changed.wait_for(
@@ -159,14 +159,14 @@ class Leader(Rank):
                     pipe.trust()
                     self._workers.append(_Worker(index, pipe, arrival=arrival))
             for index in reversed(range(1, num_local)):
-                self._workers.insert(0, self._started(index, program))
+                self._workers.insert(0, self._start_worker(index, program))
             for each in self._workers:
                 threading.Thread(target=self._listen, args=(each,), daemon=True).start()
                 each.pipe.send(
                     "settings",
                     **{
                         **settings,
-                        **_of_worker(each),
+                        **_worker_settings(each),
                         "num_ranks": num_ranks,
                         "num_stages": num_stages,
                         "device": device.type,
@@ -206,23 +206,23 @@ class Leader(Rank):
         `shape` and `first_layer` describe rank 0's own part.  The ranks use the same page numbers, so a page
         of a layer must have the same size on each rank.
         """
-        of_ranks = [parts_of(shape) | sizes_of(shape) | {"first_layer": first_layer}]
+        rank_values = [parts_of(shape) | sizes_of(shape) | {"first_layer": first_layer}]
         for index, values in enumerate(self._receive("probed"), 1):
             differ = STAGES_DIFFER if self.num_stages > 1 else ()
-            kept, own = (
+            theirs, own = (
                 {name: each[name] for name in parts_of(shape) if name not in differ}
-                for each in (values, of_ranks[0])
+                for each in (values, rank_values[0])
             )
-            if kept != own:
-                raise UnsupportedModel(f"its parts differ: rank {index} has {kept}, rank 0 {own}")
-            of_ranks.append(values)
-        self.num_layers = [each["num_layers"] for each in of_ranks]
-        _check_layers([(each["first_layer"], each["num_layers"]) for each in of_ranks], self)
+            if theirs != own:
+                raise UnsupportedModel(f"its parts differ: rank {index} has {theirs}, rank 0 {own}")
+            rank_values.append(values)
+        self.num_layers = [each["num_layers"] for each in rank_values]
+        _check_layers([(each["first_layer"], each["num_layers"]) for each in rank_values], self)
         if self.num_stages == 1:
             return shape
-        of_stages = of_ranks[:: self.num_shards]  # one shard of each stage, like rank 0
+        stage_values = rank_values[:: self.num_shards]  # one shard of each stage, like rank 0
         return replace(
-            shape, **{name: sum(each[name] for each in of_stages) for name in sizes_of(shape)}
+            shape, **{name: sum(each[name] for each in stage_values) for name in sizes_of(shape)}
         )
 
     def start_measuring(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
@@ -275,7 +275,7 @@ class Leader(Rank):
 
     # -- one worker --
 
-    def _started(self, index: int, program: tuple[str, ...]) -> _Worker:
+    def _start_worker(self, index: int, program: tuple[str, ...]) -> _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -335,22 +335,22 @@ class Leader(Rank):
         return received
 
 
-def _of_worker(worker: _Worker) -> dict[str, Any]:
+def _worker_settings(worker: _Worker) -> dict[str, Any]:
     """Return the settings that are specific to a worker."""
-    there = worker.arrival
-    if there is None:
+    arrival = worker.arrival
+    if arrival is None:
         return {"index": worker.index, "device_index": worker.index}
     return {
         "index": worker.index,
-        "device_index": there.device_index,
-        "folder": there.folder,
-        "num_threads": there.num_threads,
+        "device_index": arrival.device_index,
+        "folder": arrival.folder,
+        "num_threads": arrival.num_threads,
     }
 
 
-def _check_layers(of_ranks: Sequence[tuple[int, int]], rank: Rank) -> None:
+def _check_layers(rank_layers: Sequence[tuple[int, int]], rank: Rank) -> None:
     """Raise UnsupportedModel unless the stages' layers follow each other, and shards have equal layers."""
-    stages = [of_ranks[start : start + rank.num_shards] for start in _starts(rank)]
+    stages = [rank_layers[start : start + rank.num_shards] for start in _starts(rank)]
     expected = 0
     for number, shards in enumerate(stages, 1):
         if set(shards) != {(expected, shards[0][1])}:

@@ -88,12 +88,12 @@ class RankPipe:
 
     def _read(self, num_bytes: int) -> bytes:
         body = bytearray(num_bytes)
-        rest = memoryview(body)
-        while rest:
-            count = self._socket.recv_into(rest)
+        unread = memoryview(body)
+        while unread:
+            count = self._socket.recv_into(unread)
             if not count:
                 raise EOFError
-            rest = rest[count:]
+            unread = unread[count:]
         return bytes(body)
 
 
@@ -127,14 +127,14 @@ def unpacked(head: list[Any], body: bytes) -> Iteration:
         taken += 4 * count
         return array(kind, part)
 
-    made = []
+    read_slices = []
     for attempt_id, start, stop, needs_token, num_pages in slices:
         table, length = take("i", num_pages), stop - start
         token_ids = take("I", length) if with_tokens else array("I", bytes(4 * length))
-        made.append(Slice(attempt_id, start, stop, token_ids, table, needs_token))
+        read_slices.append(Slice(attempt_id, start, stop, token_ids, table, needs_token))
     return Iteration(
         index,
-        tuple(made),
+        tuple(read_slices),
         tuple(PageCopy(*row) for row in copies),
         tuple(SwapIn(*row) for row in swap_ins),
         tuple(SwapOut(*row) for row in swap_outs),

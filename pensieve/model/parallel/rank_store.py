@@ -97,10 +97,10 @@ class RankStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = WAIT_SECONDS if timeout is None else timeout.total_seconds()
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for key in keys:
             while self._ask("get", key, "") is None:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise dist.DistStoreError(f"no rank has written {key} within {seconds:.0f} s")
                 time.sleep(ASK_AGAIN_SECONDS)
 

@@ -87,10 +87,10 @@ class Rank(ABC):
         if address:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         # torch keeps only the C++ part of the store. Without this reference, the Python part would be freed.
-        self._keys_of_group = self.store()
+        self._group_store = self.store()
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=self._keys_of_group,
+            store=self._group_store,
             rank=self.index,
             world_size=self.num_ranks,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),

@@ -49,18 +49,18 @@ class StageLinks:
 
     def expect(self, num_tokens: int) -> None:
         """Start receiving the next activations, of `num_tokens` tokens."""
-        there = self._like.new_empty((1, num_tokens, self._like.shape[-1]))
-        work = dist.irecv(there, self._before)
+        activations = self._like.new_empty((1, num_tokens, self._like.shape[-1]))
+        work = dist.irecv(activations, self._before)
         assert work is not None
-        self._expected.append(_ActivationTransfer(there, work))
+        self._expected.append(_ActivationTransfer(activations, work))
 
     def receive(self, num_tokens: int) -> torch.Tensor:
         if not self._expected:
             self.expect(num_tokens)
-        there, work = self._expected.popleft()
-        assert there.shape[1] == num_tokens, "the stages run different iterations"
+        activations, work = self._expected.popleft()
+        assert activations.shape[1] == num_tokens, "the stages run different iterations"
         work.wait()
-        return there
+        return activations
 
     def send(self, activations: torch.Tensor) -> None:
         """Send activations and keep them alive until sent; wait for the oldest if too many are pending."""
@@ -84,11 +84,11 @@ class StageModel(FlatModel):
         self._rank = rank
         self._links: StageLinks | None = None
         self._like: torch.Tensor | None = None
-        self._takes = part.entry is not None
+        self._has_previous_stage = part.entry is not None
         if part.entry is not None:
-            part.entry.exchange = self._received
+            part.entry.exchange = self._receive_or_pass
         if part.exit is not None:
-            part.exit.exchange = self._sent
+            part.exit.exchange = self._send_and_pass
 
     def connect(self) -> None:
         """Exchange activations with other stages from now on; call it after the probe."""
@@ -98,16 +98,16 @@ class StageModel(FlatModel):
 
     def expect(self, num_tokens: int) -> None:
         """Start receiving the activations of a launched iteration that is computed later."""
-        if self._links is not None and self._takes:
+        if self._links is not None and self._has_previous_stage:
             self._links.expect(num_tokens)
 
-    def _received(self, given: torch.Tensor) -> torch.Tensor:
+    def _receive_or_pass(self, given: torch.Tensor) -> torch.Tensor:
         if self._links is None:
             self._like = given[:, :0]
             return given
         return self._links.receive(given.shape[1])
 
-    def _sent(self, given: torch.Tensor) -> torch.Tensor:
+    def _send_and_pass(self, given: torch.Tensor) -> torch.Tensor:
         if self._links is None:
             self._like = given[:, :0]
         else:
@@ -140,7 +140,7 @@ def expand_own_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     Blank modules replace the parts of other stages (layer_range.py).  The library's own expansion would run
     useless collectives on the results of these blank modules.
     """
-    elsewhere = tuple(
+    blank_names = tuple(
         name
         for name, each in module.named_modules()
         if isinstance(each, BlankTable | OtherStageLayer | NoLmHead)
@@ -150,5 +150,5 @@ def expand_own_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     return {
         name: style
         for name, style in expanded.items()
-        if not any(name == each or name.startswith(f"{each}.") for each in elsewhere)
+        if not any(name == each or name.startswith(f"{each}.") for each in blank_names)
     }

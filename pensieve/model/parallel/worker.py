@@ -161,7 +161,7 @@ class WorkerExecutor:
         self._checksums = checksums
         self._device = memory.device_arena.device
         self._copier = copier_for(memory)
-        self._forward = Forward(model.flat, memory, self._copier, halves=False)
+        self._forward = Forward(model.flat, memory, self._copier, may_halve=False)
         self._num_outstanding = 0  # copies that were submitted and not yet reported
         self._submitted = threading.Condition()
         threading.Thread(target=self._report, daemon=True).start()

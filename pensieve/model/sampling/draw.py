@@ -109,10 +109,10 @@ def _draw_by_trying(values: Tensor, rows: Sequence[Row]) -> Tensor:
 def _draw_at_once(values: Tensor, rows: Sequence[Row]) -> Tensor:
     """Draw from as many likeliest tokens as a row may need, without reading from the device."""
     vocab_size = values.shape[1]
-    widths = [_width_surely_enough(row.sampling, vocab_size) for row in rows]
+    widths = [_sufficient_width(row.sampling, vocab_size) for row in rows]
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=values.device)
     for width in sorted(set(widths)):
-        part = [each for each, of_row in enumerate(widths) if of_row == width]
+        part = [each for each, row_width in enumerate(widths) if row_width == width]
         answers = _draw_from_head(select(values, part), [rows[each] for each in part], width)
         token_ids.index_copy_(0, indices(part, values.device), answers)
     return token_ids
@@ -140,7 +140,7 @@ def options_of(rows: Sequence[Row], vocab_size: int) -> list[RowOptions]:
     return found
 
 
-def _width_surely_enough(sampling: Sampling, vocab_size: int) -> int:
+def _sufficient_width(sampling: Sampling, vocab_size: int) -> int:
     short = 0 < sampling.top_k <= HEAD_WIDTHS[0] < vocab_size
     return HEAD_WIDTHS[0] if short else vocab_size
 
@@ -149,38 +149,40 @@ def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
     """Return a token for each row, or -1 where the `width` likeliest tokens do not decide."""
     vocab_size = values.shape[1]
     options = [row.sampling for row in rows]
-    top_k_of = [min(each.top_k or vocab_size, vocab_size) for each in options]
+    top_ks = [min(each.top_k or vocab_size, vocab_size) for each in options]
     draws = [uniform_limbs(row.sampling.seed, row.position) for row in rows]
     temperature = column([each.temperature for each in options], values)
     top_p = column([each.top_p for each in options], values)
     min_p = column([each.min_p for each in options], values)
-    top_k = column(top_k_of, values, torch.int64)
+    top_k = column(top_ks, values, torch.int64)
     draw_high = column([high for high, _ in draws], values, torch.int64)
     draw_low = column([low for _, low in draws], values, torch.int64)
 
     ids = _likeliest(values, width)  # (rows, width)
     largest = values.gather(1, ids[:, :1])
     weights = _weights(values.gather(1, ids), largest, temperature, vocab_size)
-    upto = weights.cumsum(-1)  # the weight of each token and all before it
-    if width < vocab_size and vocab_size in top_k_of:
+    cumulative = weights.cumsum(-1)  # the weight of each token and all before it
+    if width < vocab_size and vocab_size in top_ks:
         total = _weights(values, largest, temperature, vocab_size).sum(-1, keepdim=True)
     else:
-        total = upto[:, -1:]  # exact for whole rows; unused if every row has a top_k
+        total = cumulative[:, -1:]  # exact for whole rows; unused if every row has a top_k
 
     # Each cut keeps a prefix.  `kept` is the shortest of them, as far as the first `width` tokens show it.
-    top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)
+    top_k_mass = torch.where(
+        top_k < vocab_size, cumulative.gather(1, top_k.clamp(max=width) - 1), total
+    )
     top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # relative error: 2^-53
     weight_min = (min_p * 2.0 ** _weight_bits(vocab_size)).ceil().to(torch.int64).clamp(min=1)
     rank = torch.arange(width, device=values.device)
-    kept = (rank < top_k) & (upto - weights < top_p_mass) & (weights >= weight_min)
+    kept = (rank < top_k) & (cumulative - weights < top_p_mass) & (weights >= weight_min)
     num_kept = kept.sum(-1, keepdim=True)
 
     uncut = (top_k == vocab_size) & (top_p == 1) & (min_p == 0)
     ends_in_head = (num_kept < width) | (top_k <= width)
     knows_top_k_mass = (top_k <= width) | (top_k == vocab_size)
-    mass = torch.where(ends_in_head, upto.gather(1, num_kept - 1), total)
+    mass = torch.where(ends_in_head, cumulative.gather(1, num_kept - 1), total)
     target = _scale(mass, draw_high, draw_low)
-    index = (upto <= target).sum(-1, keepdim=True)
+    index = (cumulative <= target).sum(-1, keepdim=True)
     decided = knows_top_k_mass & (ends_in_head | uncut) & (index < width)
     return torch.where(decided, ids.gather(1, index.clamp(max=width - 1)), -1).squeeze(1)
 
@@ -192,8 +194,8 @@ def report(values: Tensor, token_ids: Tensor, width: int) -> tuple[Tensor, Tenso
     """
     top_ids = _likeliest(values, max(width, 1))
     largest = values.gather(1, top_ids[:, :1])
-    one = torch.ones_like(largest, dtype=torch.float64)
-    total = _weights(values, largest, one, values.shape[1]).sum(-1, keepdim=True)
+    temperature = torch.ones_like(largest, dtype=torch.float64)
+    total = _weights(values, largest, temperature, values.shape[1]).sum(-1, keepdim=True)
     log_total = largest + (total.to(torch.float64) / 2.0 ** _weight_bits(values.shape[1])).log()
     top_ids = top_ids[:, :width]
     return values.gather(

@@ -31,7 +31,7 @@ def masked(values: Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> T
 
 def unpacked(masks: Sequence[TokenMask], device: torch.device) -> Tensor:
     """Return the masks as bool (masks, bits)."""
-    together = bytearray(b"".join(each.packed for each in masks))
-    packed = upload(torch.frombuffer(together, dtype=torch.uint8), device)
+    joined = bytearray(b"".join(each.packed for each in masks))
+    packed = upload(torch.frombuffer(joined, dtype=torch.uint8), device)
     bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=device)
     return (bits & 1).to(torch.bool).view(len(masks), -1)

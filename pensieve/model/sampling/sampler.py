@@ -80,16 +80,16 @@ class Drawn:
         self.ids = ids  # int64 (rows), on the device; -1 for a row that was not finite
         self._reports = reports
         reported = [each.values.flatten() for each in reports]
-        self._arriving = ReadBack(torch.cat([ids, *reported]) if reported else ids)
+        self._read_back = ReadBack(torch.cat([ids, *reported]) if reported else ids)
 
     def read_ids(self) -> list[int]:
         """Wait for the ids; -1 means that a row of logits was not finite."""
-        found: list[int] = self._arriving.wait()[: len(self.ids)].tolist()
+        found: list[int] = self._read_back.wait()[: len(self.ids)].tolist()
         return found
 
     def read(self) -> list[SampledToken | None]:
         """Wait for the tokens, without text; None means that a row of logits was not finite."""
-        arrived = self._arriving.wait()
+        arrived = self._read_back.wait()
         token_ids = arrived[: len(self.ids)].tolist()
         sampled = [
             SampledToken(row.log.attempt_id, token_id) if token_id >= 0 else None
@@ -192,9 +192,9 @@ class Sampler:
             penalties = [options[n].repetition_penalty for n in repeated]
             penalty = column(penalties, values, torch.float32)
             seen = torch.stack([states[n].seen for n in repeated])
-            if (ahead := _ahead(rows, repeated, newest_ids, seen)) is not None:
-                at, is_ahead = ahead
-                seen.scatter_(1, at, seen.gather(1, at) | is_ahead)
+            if (previous := _previous_ids(rows, repeated, newest_ids, seen)) is not None:
+                previous_ids, is_ahead = previous
+                seen.scatter_(1, previous_ids, seen.gather(1, previous_ids) | is_ahead)
             before = values.index_select(0, index)
             after = torch.where(before < 0, before * penalty, before / penalty)
             values.index_copy_(0, index, torch.where(seen, after, before))
@@ -204,9 +204,9 @@ class Sampler:
             presences = [options[n].presence_penalty for n in counted]
             frequencies = [options[n].frequency_penalty for n in counted]
             counts = torch.stack([states[n].counts for n in counted])
-            if (ahead := _ahead(rows, counted, newest_ids, counts)) is not None:
-                at, is_ahead = ahead
-                counts.scatter_add_(1, at, is_ahead.to(torch.int32))
+            if (previous := _previous_ids(rows, counted, newest_ids, counts)) is not None:
+                previous_ids, is_ahead = previous
+                counts.scatter_add_(1, previous_ids, is_ahead.to(torch.int32))
             values[index] -= counts * column(frequencies, values, torch.float32)
             values[index] -= (counts > 0) * column(presences, values, torch.float32)
         for n, state in states.items():
@@ -233,18 +233,22 @@ def _likeliest_of_each(logits: Tensor) -> Tensor:
     return torch.where(lowest.isfinite() & highest.isfinite(), logits.argmax(-1), -1)
 
 
-def _ahead(
-    rows: list[Row], some: list[int], newest_ids: Tensor | None, like: Tensor
+def _previous_ids(
+    rows: list[Row], row_numbers: list[int], newest_ids: Tensor | None, like: Tensor
 ) -> tuple[Tensor, Tensor] | None:
     """Return the id of the token before the drawn token, and whether the log lacks it, both (rows, 1).
 
     Return None if no row is ahead.
     """
-    if not any(rows[n].is_ahead for n in some):
+    if not any(rows[n].is_ahead for n in row_numbers):
         return None
     assert newest_ids is not None, "a row is ahead, but newest_ids are missing"
-    at = newest_ids.index_select(0, indices(some, like.device)).clamp(0, like.shape[1] - 1)
-    return at.unsqueeze(1), column([rows[n].is_ahead for n in some], like, torch.bool)
+    previous_ids = newest_ids.index_select(0, indices(row_numbers, like.device)).clamp(
+        0, like.shape[1] - 1
+    )
+    return previous_ids.unsqueeze(1), column(
+        [rows[n].is_ahead for n in row_numbers], like, torch.bool
+    )
 
 
 def _is_plain(row: Row) -> bool:

@@ -58,13 +58,13 @@ class CallFinder:
                 position = self._look(text, position)
             elif self._send(text[position]):
                 position += 1
-        return self._take()
+        return self._pop_found()
 
     def end_text(self) -> list[Found]:
         """End the text, because the reply ends or another part of it (thinking) begins."""
         if self._scan is not None:
             self._stop()
-        return self._take()
+        return self._pop_found()
 
     def _look(self, text: str, position: int) -> int:
         """Start a scanner at the next position where a call may begin. Return the position to continue at."""
@@ -105,7 +105,7 @@ class CallFinder:
             self._scan, self._may_open = None, self._in_part
             return True
         except NoCall:
-            self._stop(again=True)
+            self._stop(rescan_mark=True)
             return False
         self._withheld.append(character)
         if self.calls.num_reported != self._num_reported:
@@ -115,19 +115,20 @@ class CallFinder:
             self._stop()
         return True
 
-    def _stop(self, *, again: bool = False) -> None:
+    def _stop(self, *, rescan_mark: bool = False) -> None:
         """Stop the scanner, and turn the withheld characters into text.
 
-        With `again`, a mark (or the start of a mark) at the end of the withheld text goes to a new scanner.
+        With `rescan_mark`, a mark (or the start of a mark) at the end of the withheld text goes to a new
+        scanner.
         """
         self._collect()
         self.calls.break_off()
         text = "".join(self._withheld)
         self._withheld.clear()
         self._scan = None
-        if again and self.calls.last_is_whole and not text.strip():
+        if rescan_mark and self.calls.last_is_whole and not text.strip():
             self._may_open = self._in_part
-        length = self._mark_length(text) if again else 0
+        length = self._mark_length(text) if rescan_mark else 0
         self._found.append(text[: len(text) - length])
         if length:
             self._start(text[-length], needs_mark=True)
@@ -152,6 +153,6 @@ class CallFinder:
         self.calls.reports.clear()
         self._num_reported = self.calls.num_reported
 
-    def _take(self) -> list[Found]:
+    def _pop_found(self) -> list[Found]:
         found, self._found = self._found, []
         return found

@@ -26,7 +26,7 @@ def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[st
     `needs_arguments`: an object with only a name is not a call.
     """
     name: str | None = None
-    waiting: list[str] | None = None  # arguments that came before the name
+    withheld: list[str] | None = None  # arguments that came before the name
     is_done = False
     character = yield from nonspace()
     while True:
@@ -46,14 +46,14 @@ def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[st
             yield from string(ignore, written.append)
             name, character = "".join(written), ""
             calls.check(name)
-            if waiting is not None:
-                _report(calls, name, "".join(waiting))
+            if withheld is not None:
+                _report(calls, name, "".join(withheld))
                 is_done = True
-        elif waiting is not None:
+        elif withheld is not None:
             raise NoCall
         elif name is None:
-            waiting = []
-            character = yield from _arguments(character, partial(_wait, waiting))
+            withheld = []
+            character = yield from _arguments(character, partial(_withhold, withheld))
         else:
             character = yield from _arguments(character, partial(_begin, calls, name))
             calls.end()
@@ -70,7 +70,7 @@ def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[st
         if name is None or needs_arguments:
             raise NoCall
         _report(calls, name, "{}")
-    calls.passed()
+    calls.discard()
     return ""
 
 
@@ -85,8 +85,8 @@ def _begin(calls: ParsedCalls, name: str) -> Emit:
     return calls.write
 
 
-def _wait(waiting: list[str]) -> Emit:
-    return waiting.append
+def _withhold(withheld: list[str]) -> Emit:
+    return withheld.append
 
 
 def _arguments(character: str, begin: Callable[[], Emit]) -> Scan[str]:

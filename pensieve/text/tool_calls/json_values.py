@@ -30,7 +30,7 @@ def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
             character = yield
             emit(character)
             if character == "u":
-                text((yield from _escaped(emit)))
+                text((yield from _unicode_escape(emit)))
             elif character in ESCAPES:
                 text(ESCAPES[character])
             else:
@@ -42,7 +42,7 @@ def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
     emit(character)
 
 
-def _escaped(emit: Emit) -> Scan[str]:
+def _unicode_escape(emit: Emit) -> Scan[str]:
     """Read a `\\u` escape, or the two escapes of a surrogate pair."""
     first = yield from hex_number(4, emit)
     if not HIGH <= first < END:

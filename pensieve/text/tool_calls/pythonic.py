@@ -153,12 +153,12 @@ def _string(quote: str, emit: Emit) -> Scan[str]:
             num_quotes = 0
             if character == "\n" and end == 1:
                 raise NoCall
-            text = (yield from _escaped()) if character == "\\" else character
+            text = (yield from _escape()) if character == "\\" else character
             emit(json.dumps(text, ensure_ascii=False)[1:-1])
         character = yield
 
 
-def _escaped() -> Scan[str]:
+def _escape() -> Scan[str]:
     """Read an escape after its backslash."""
     character = yield
     if character in ESCAPES:

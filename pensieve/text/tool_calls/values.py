@@ -77,9 +77,9 @@ def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[st
 
 
 def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
-    """Return the first character that is not white space: `character` itself or a later one.
+    """Return the first character that is not white space: `character` itself or a later character.
 
-    If `character` is empty, start with the next one.
+    If `character` is empty, start with the next character.
     """
     if character and character not in WHITE:
         return character

@@ -102,7 +102,7 @@ class InOneProcess:
             model.flat._links = links
             memory = KVMemory(model.shape, NUM_PAGES, 0, CHUNK_TOKENS)
             memory.device_arena.fill_(float("nan"))
-            self.forwards.append(Forward(model.flat, memory, copier_for(memory), halves=False))
+            self.forwards.append(Forward(model.flat, memory, copier_for(memory), may_halve=False))
 
     @torch.inference_mode()
     def logits(self, slices: list[Slice]) -> torch.Tensor:

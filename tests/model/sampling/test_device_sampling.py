@@ -33,7 +33,7 @@ def test_sampling_without_reads_from_the_device_draws_the_same_tokens(
 @pytest.mark.parametrize(("top_k", "width"), [(1, 256), (256, 256), (257, 999), (0, 999)])
 def test_the_searched_width_covers_all_tokens_that_a_row_may_keep(top_k: int, width: int) -> None:
     sampling = Sampling(temperature=9.0, top_k=top_k)
-    assert draw_module._width_surely_enough(sampling, 999) == width
+    assert draw_module._sufficient_width(sampling, 999) == width
     answers = draw_module._draw_from_head(make_logits(1, 999), [make_row(sampling)], width)
     assert answers.item() >= 0
 
