@@ -104,8 +104,8 @@ def test_a_prefix_without_active_requests_is_opened_again() -> None:
     one.prefix_computed(0)
     now(one)
     one.ended(0, 4)
-    one.returned(2)
-    one.returned(1)
+    one.take_back(2)
+    one.take_back(1)
     assert now(one) == [Submit(1, 0, 8, opens=True)]
     one.prefix_computed(0)
     assert now(one) == [Submit(2, 0, 8, opens=False)]
@@ -114,7 +114,7 @@ def test_a_prefix_without_active_requests_is_opened_again() -> None:
 def test_if_the_opener_has_no_reply_the_next_request_opens_the_prefix() -> None:
     one = feed([(8, 3)])
     assert requests(now(one)) == [0]
-    one.returned(0)
+    one.take_back(0)
     assert now(one) == [Submit(0, 0, 8, opens=True)]
     one.ended(0, None)
     assert now(one) == [Submit(1, 0, 8, opens=True)]
@@ -222,7 +222,7 @@ class World:
                 continue
             self.active.remove(request)
             if choose.random() < returning:
-                one.returned(request)
+                one.take_back(request)
             else:
                 self.results[request] = self.results.get(request, 0) + 1
                 one.ended(request, choose.choice((None, choose.randint(1, 20))))

@@ -320,8 +320,8 @@ STREAMING_FAULTS: dict[str, Plant] = {
     "what a streamed turn writes is not stored": around(_GroupBuilder, "_add", store_nothing),
     "a staged page lacks its last slot": around(_GroupBuilder, "_add", load_too_little),
     "a page is staged in another's place": around(_GroupBuilder, "add", other_pages),
-    "the groups' order is swapped": around(StreamGroups, "arranged", swap_groups),
-    "a group is wider than its arena": around(StreamGroups, "arranged", wide_groups),
+    "the groups' order is swapped": around(StreamGroups, "arrange", swap_groups),
+    "a group is wider than its arena": around(StreamGroups, "arrange", wide_groups),
     "a streamed turn's host pages are not pinned": around(PagePool, "take", pin_nothing),
     "a streamed turn joins a hole that another fills": around(
         StreamedPages,
