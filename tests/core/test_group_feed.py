@@ -335,7 +335,7 @@ def drops_it_early(original: Change, self: GroupFeed, request: int, count: Any) 
         ("_submit", regardless_of_the_prefix),
         ("_fits", always),
         ("_fits", never_beside_another),
-        ("returned", forgets_who_came_back),
+        ("take_back", forgets_who_came_back),
         ("_make_ready", comes_back_in_vain),
         ("_deactivate", stays_open),
         ("ended", keeps_the_prefix),

@@ -414,7 +414,7 @@ def automatic(**seconds: float) -> ScriptedWorld:
 
 def freeze(world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent the cost model from learning."""
-    monkeypatch.setattr(streaming_of(world).cost, "took", lambda *a: None)
+    monkeypatch.setattr(streaming_of(world).cost, "learn", lambda *a: None)
 
 
 @pytest.mark.parametrize(("copy_seconds", "pays"), [(1e-4, True), (1e-2, False)])

@@ -504,7 +504,7 @@ def nothing_deleted(original: Change, run: BatchRun, conversation_id: str) -> An
         (BatchRun, "_end", lost_when_cancelled),
         (BatchRun, "_end", partial_reply),
         (BatchRun, "_delete", nothing_deleted),
-        (GroupFeed, "returned", lambda original, feed, number: feed._deactivate(number)),
+        (GroupFeed, "take_back", lambda original, feed, number: feed._deactivate(number)),
     ],
 )
 def test_a_planted_fault_is_found(
