@@ -98,18 +98,18 @@ def run(options: AttentionOptions, report: Report) -> list[AttentionRow]:
     )
     rows = []
     measured = list(shapes(options))
-    for done, shape in enumerate(measured):
-        progress(f"{done + 1} of {len(measured)}: {words(shape)}")
+    for number, shape in enumerate(measured, 1):
+        progress(f"{number} of {len(measured)}: {words(shape)}")
         row = measure(shape, options.repeats, bandwidth)
         rows.append(row)
         report.line(line_of(row))
     means = geometric_means(rows)
     for name, ratio in means.items():
         report.line(f"{name}: {ratio:.2f} x (geometric mean)")
-    over = geometric_means(rows, lambda row: row.int8_kv_seconds / row.seconds)
-    for name, ratio in over.items():
+    int8_ratios = geometric_means(rows, lambda row: row.int8_kv_seconds / row.seconds)
+    for name, ratio in int8_ratios.items():
         report.line(f"{name}: int8 KV takes {ratio:.2f} x the time (geometric mean)")
-    given = {"rows": [asdict(row) for row in rows], "ratios": means, "int8_kv_ratios": over}
+    given = {"rows": [asdict(row) for row in rows], "ratios": means, "int8_kv_ratios": int8_ratios}
     report.finish({**about, **given})
     return rows
 
@@ -297,11 +297,11 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
 
 def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
     """Measure the read bandwidth of memory with torch's threads: the best of five sums."""
-    words = torch.ones(num_bytes // 8, dtype=torch.int64)
+    values = torch.ones(num_bytes // 8, dtype=torch.int64)
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        words.sum()
+        values.sum()
         seconds.append(time.perf_counter() - began)
     return num_bytes / min(seconds)
 
@@ -329,9 +329,9 @@ def build() -> dict[str, str | int | None]:
 
 def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None:
     """Draw the ratio over the context: a line per type and heads, averaged over the other parameters."""
-    means = "lines: geometric means over batches and head sizes; bands: least to greatest ratio"
+    means = "lines: geometric means over batches and head sizes; bands: minimum to maximum ratio"
     sheet = Sheet(
-        "Attention over scattered pages, relative to torch's on contiguous keys",
+        "Attention over scattered pages, relative to torch's attention on contiguous keys",
         [*facts, means],
         4.6,
     )
@@ -341,10 +341,10 @@ def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None
     )
     panel.horizontal_line("contiguous (torch)", 1.0)
     for dtype, kv_heads in sorted({(row.dtype, row.kv_heads) for row in rows}):
-        some = [row for row in rows if (row.dtype, row.kv_heads) == (dtype, kv_heads)]
-        ratios = [[row.ratio for row in some if row.context == context] for context in contexts]
+        selected = [row for row in rows if (row.dtype, row.kv_heads) == (dtype, kv_heads)]
+        ratios = [[row.ratio for row in selected if row.context == context] for context in contexts]
         panel.line(
-            f"{dtype}, {some[0].heads}/{kv_heads} heads",
+            f"{dtype}, {selected[0].heads}/{kv_heads} heads",
             contexts,
             [statistics.geometric_mean(each) for each in ratios],
             [min(each) for each in ratios],

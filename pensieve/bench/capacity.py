@@ -6,7 +6,7 @@ Each scheduler runs in its own daemon and gets the same chats and long documents
     whole prompts    run uncut prompts together with the generating turns (like Orca)
     prefill first    run uncut prompts in a separate pass before the generating turns (like early vLLM)
 
-A load is *carried* if three figures meet their objectives: the P99 time between tokens, the median time to
+A load *passes* if three figures meet their objectives: the P99 time between tokens, the median time to
 the first token, and the median time in the queue. capacity_search.py finds the highest rate of conversations
 by doubling and halving. Each trial ends after a fixed number of seconds. A request that is still waiting at
 the end counts with the time that it has waited. With a given rate there is no search: the load is played to
@@ -61,7 +61,7 @@ WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
 OURS_TOKENS = 2048  # token budget where the objective cuts prompts
 AIM_SHARE = 0.87  # share of the objective in a search; see above
 OURS, WHOLE_PROMPTS, PREFILL_FIRST = "ours", "whole prompts", "prefill first"
-# By their names on the command line.
+# Schedulers by their names on the command line.
 SCHEDULERS = {"ours": OURS, "whole": WHOLE_PROMPTS, "first": PREFILL_FIRST}
 
 
@@ -129,11 +129,11 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
         objectives = (
             [options.tbt] if options.tbt else [STRICT * decode_seconds, RELAXED * decode_seconds]
         )
-        what = f"{options.rate:g} conversations/s" if options.rate else "the highest load"
+        target = f"{options.rate:g} conversations/s" if options.rate else "the highest load"
         report.about(
             model_in_words(options.model, DEFAULT_MODEL),
             machine(),
-            f"{what} for {options.seconds:g} s",
+            f"{target} for {options.seconds:g} s",
             str(load),
             f"seed {options.seed}",
         )
@@ -252,7 +252,7 @@ class Searched(NamedTuple):
 def search(
     scheduling: Scheduling, objectives: Sequence[float], options: CapacityOptions, trial: Trial
 ) -> Searched:
-    """Find the highest load within each objective; play each load only once."""
+    """Find the highest load that meets each objective; play each load only once."""
     played: dict[float, Played] = {}
     warm = WARM_SHARE * options.seconds
     rate_least = CONVERSATIONS_MIN / options.seconds
@@ -267,7 +267,7 @@ def search(
             "ttft_p50": figures.first_token_p50,
             "queue_p50": figures.queue_p50,
         }
-        verdict = ", ".join(slo.violations(row)) or "carried"
+        verdict = ", ".join(slo.violations(row)) or "passed"
         progress(f"  within {duration_text(slo.tbt_p99_seconds)}: {verdict}; {line_of(figures)}")
         return row
 

@@ -1,11 +1,11 @@
 """Play chats and long documents to a daemon, and record what their clients see.
 
 Conversations begin at a Poisson rate. In each conversation, the client sends a short message, waits for the
-whole reply, thinks, and continues. Some conversations begin with a long document, of 0.5 to 1.5 times
+whole reply, pauses, and continues. Some conversations begin with a long document, of 0.5 to 1.5 times
 `document_tokens`. So turns generate all the time, and long prompts arrive between them.
 
 With one seed the conversations are the same at every rate; only the time between them differs. A longer load
-begins with the conversations of a shorter one.
+begins with the conversations of a shorter load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OfferedLoad:
     turns: int = 3
     input_tokens: int = 32
     output_tokens: int = 32
-    document_share: float = 0.5  # part of the conversations
+    document_share: float = 0.5  # fraction of the conversations that begin with a document
     document_tokens: int = 1000
     think_seconds: float = 1.0
 

@@ -32,13 +32,13 @@ class CapacityRow:
 
 @dataclass(frozen=True)
 class CapacityResult:
-    """The highest load that one scheduler carries within one objective."""
+    """The highest load at which one scheduler meets one objective."""
 
     scheduling: str
     objective: float
-    rate: float  # 0: no tried rate was carried
+    rate: float  # 0: the objective was missed at all tried rates
     figures: Figures | None
-    why: str = ""  # why no rate was carried
+    why: str = ""  # why the rate is 0
 
 
 def duration_text(seconds: float | None) -> str:
@@ -58,10 +58,10 @@ def line_of(figures: Figures) -> str:
 
 
 def result_text(found: CapacityResult) -> str:
-    what = f"{found.scheduling} within {duration_text(found.objective)}"
+    subject = f"{found.scheduling} within {duration_text(found.objective)}"
     if found.figures is None:
-        return f"{what}: none ({found.why})"
-    return f"{what}: {found.rate:.3g} conversations/s; {line_of(found.figures)}"
+        return f"{subject}: none ({found.why})"
+    return f"{subject}: {found.rate:.3g} conversations/s; {line_of(found.figures)}"
 
 
 def show_found(found: Sequence[CapacityResult], report: Report) -> None:
@@ -73,7 +73,7 @@ def show_found(found: Sequence[CapacityResult], report: Report) -> None:
         rate = f"{each.rate:.3g}" if figures else "none"
         rows.append((each.scheduling, duration_text(each.objective), rate, tokens, gap))
     columns = ("scheduling", "objective for the P99 gap", "conversations/s", "tokens/s", "P99 gap")
-    report.table("The highest load that is carried", columns, rows)
+    report.table("The highest load that meets the objectives", columns, rows)
 
 
 def show_rows(
@@ -86,17 +86,19 @@ def show_rows(
     """
     table = []
     for name, objective in dict.fromkeys((row.scheduling, row.objective) for row in rows):
-        some = [row.figures for row in rows if (row.scheduling, row.objective) == (name, objective)]
+        selected = [
+            row.figures for row in rows if (row.scheduling, row.objective) == (name, objective)
+        ]
         table.append(
             (
                 name,
                 duration_text(objective),
-                over_rounds([each.gap_p50 for each in some]),
-                over_rounds([each.gap_p99 for each in some]),
-                over_rounds([each.attained for each in some], "{:.1%}".format),
-                over_rounds([each.first_token_p50 for each in some]),
-                over_rounds([each.first_token_p99 for each in some]),
-                over_rounds([each.tokens_per_second for each in some], "{:,.1f}".format),
+                median_and_range([each.gap_p50 for each in selected]),
+                median_and_range([each.gap_p99 for each in selected]),
+                median_and_range([each.attained for each in selected], "{:.1%}".format),
+                median_and_range([each.first_token_p50 for each in selected]),
+                median_and_range([each.first_token_p99 for each in selected]),
+                median_and_range([each.tokens_per_second for each in selected], "{:,.1f}".format),
             )
         )
     columns = ("scheduling", "objective", "gap P50", "gap P99", "attained")
@@ -113,23 +115,23 @@ def show_rows(
         if pairs:
             gaps = [(a.figures.gap_p99 or 0.0) / (b.gap_p99 or math.nan) for a, b in pairs]
             speeds = [a.figures.tokens_per_second / b.tokens_per_second for a, b in pairs]
-            held = [(a.figures.gap_p99 or 0.0) / a.objective for a, _ in pairs]
+            objective_ratios = [(a.figures.gap_p99 or 0.0) / a.objective for a, _ in pairs]
             report.line(
-                f"{name} over {other}: P99 gap {over_rounds(gaps, _ratio)}, tokens/s "
-                f"{over_rounds(speeds, _ratio)}; P99 gap relative to the objective "
-                f"{over_rounds(held, _ratio)}"
+                f"{name} over {other}: P99 gap {median_and_range(gaps, _ratio)}, tokens/s "
+                f"{median_and_range(speeds, _ratio)}; P99 gap relative to the objective "
+                f"{median_and_range(objective_ratios, _ratio)}"
             )
 
 
-def over_rounds(
-    values: Sequence[float | None], shown: Callable[[float], str] = duration_text
+def median_and_range(
+    values: Sequence[float | None], format_value: Callable[[float], str] = duration_text
 ) -> str:
-    """Return the median, and the least and the most if they differ."""
+    """Return the median, and the minimum and maximum if they differ."""
     known = [each for each in values if each is not None]
     if not known:
         return "-"
     least, most, middle = (
-        shown(each) for each in (min(known), max(known), statistics.median(known))
+        format_value(each) for each in (min(known), max(known), statistics.median(known))
     )
     return middle if least == most else f"{middle} ({least} to {most})"
 

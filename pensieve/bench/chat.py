@@ -1,17 +1,17 @@
 """`pensieve bench chat`: measure conversations with a daemon from the client's side.
 
 Conversations arrive all at once or at a Poisson rate. Each client sends a message through gRPC, waits for the
-whole reply, thinks, and continues. The client measures
+whole reply, pauses, and continues. The client measures
 
     first, later      time to the first token of a conversation's first turn, and of later turns
-    gap               time between the messages of a stream
+    gap               time between two consecutive pieces of a streamed reply
     normalized        time of a turn over its number of output tokens
     tokens by source  context tokens of all turns: new, on the device, in the host tier, or recomputed
 
-Before anything is timed, each turn of a conversation runs twice. If this benchmark started the daemon, the KV
-is evicted before the second run. Both runs must get the same tokens. On a GPU the order of a sum depends on
-how many rows are computed together. So replies on a GPU may differ where two tokens are about equally likely.
-Replies are greedy and have a fixed length, so two runs with one seed do the same work.
+Before anything is timed, each turn of a test conversation runs twice. If this benchmark started the daemon,
+the KV is evicted before the second run. Both runs must get the same tokens. On a GPU the order of a sum
+depends on how many rows are computed together. So replies on a GPU may differ where two tokens are about
+equally likely. Replies are greedy and have a fixed length, so two runs with one seed do the same work.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ class ChatOptions:
         """Return the daemon's flags; `device_share` is relative to the KV of all conversations."""
         shape, device, host = self.shape, self.device_cache, self.host_cache
         if shape.device_share:
-            alone = shape.turns * shape.tokens_per_turn + 64  # at least one conversation must fit
-            device = device or f"{max(int(shape.tokens * shape.device_share), alone)}t"
+            smallest = (
+                shape.turns * shape.tokens_per_turn + 64
+            )  # at least one conversation must fit
+            device = device or f"{max(int(shape.tokens * shape.device_share), smallest)}t"
             host = host or f"{2 * shape.tokens}t"
-        named = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
-        named |= {"--kv-dtype": self.kv_dtype, "--stream": self.stream}
-        return [part for name, value in named.items() if value for part in (name, value)]
+        flags = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
+        flags |= {"--kv-dtype": self.kv_dtype, "--stream": self.stream}
+        return [part for name, value in flags.items() if value for part in (name, value)]
 
 
 @dataclass
@@ -105,7 +107,7 @@ class ChatFigures:
     normalized_p50: float
     normalized_p90: float
     tokens: TokenSources
-    reused_share: float | None  # of the context that earlier turns left
+    reused_share: float | None  # of the context from earlier turns
 
 
 def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
@@ -134,9 +136,9 @@ async def facts_of(options: ChatOptions, address: str) -> list[str]:
     async with AsyncClient(address) as client:
         info = await client.server_info()
     if options.address:
-        model, where = info.model, f"daemon at {options.address}"
+        model, place = info.model, f"daemon at {options.address}"
     else:
-        model, where = model_in_words(options.model, DEFAULT_MODEL), machine(info.device)
+        model, place = model_in_words(options.model, DEFAULT_MODEL), machine(info.device)
     weights = "int8 weights" if info.weights == "int8" else ""
     kv = f"{info.kv_dtype} KV" if info.kv_dtype not in ("", info.dtype) else ""
     shape = options.shape
@@ -150,7 +152,7 @@ async def facts_of(options: ChatOptions, address: str) -> list[str]:
         load += f", {shape.think_seconds:g} s between turns"
     return [
         " ".join(filter(None, (model, info.dtype, weights, kv))),
-        where,
+        place,
         load,
         f"seed {options.seed}",
     ]
@@ -189,8 +191,8 @@ async def check_turns(
 
     Turns are repeated in reverse order. A rewind to a turn keeps the first run's replies before this turn. So
     every turn is compared, even if an earlier reply changes when it is repeated. With `near_ties` a reply may
-    change at a token that was about as likely as its alternative. Its later tokens have another context, and
-    are not compared.
+    change at a token that was about as likely as its alternative. The later tokens of such a reply have
+    another context, and are not compared.
     """
     revisions, replies = [0], list[CheckedReply]()
     for text in texts:
@@ -338,7 +340,7 @@ def plot(turns: Sequence[MeasuredTurn], path: Path, facts: Sequence[str]) -> Non
     kinds = {
         "First token, first turns": [t.first_token_seconds for t in turns if t.number == 0],
         "First token, later turns": [t.first_token_seconds for t in turns if t.number > 0],
-        "Gap between messages of a stream": [gap for t in turns for gap in t.gaps],
+        "Gap between pieces of a streamed reply": [gap for t in turns for gap in t.gaps],
     }
     sheet = Sheet("Times that clients of a daemon see", facts, width=5.0)
     for name, values in kinds.items():
@@ -357,6 +359,6 @@ def plot(turns: Sequence[MeasuredTurn], path: Path, facts: Sequence[str]) -> Non
             height=1.4,
         )
         panel.line("", [ordered[0], *ordered], [0.0, *shares], marked=False, step=True)
-        for moment in (p50, p99):
-            panel.vertical_line(moment)
+        for value in (p50, p99):
+            panel.vertical_line(value)
     sheet.save(path)

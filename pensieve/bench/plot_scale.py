@@ -40,8 +40,8 @@ def time_unit(seconds: Numbers) -> tuple[float, str]:
     return (1.0, "s") if max(seconds, default=0.0) >= 1 else (1e3, "ms")
 
 
-def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
-    """Move positions as little as possible, until they are `apart` and between 0 and `most`.
+def spread(wanted: Numbers, distance: float, most: float) -> list[float]:
+    """Move positions as little as possible, until they are at least `distance` apart, between 0 and `most`.
 
     The order stays. If two positions are equal, the first ends up above the second.
     """
@@ -51,20 +51,20 @@ def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
     for index in order:
         members, middle = [index], min(max(wanted[index], 0.0), most)
         while groups:
-            before, before_middle = groups[-1]
-            if middle - before_middle >= apart * (len(members) + len(before)) / 2:
+            previous, previous_middle = groups[-1]
+            if middle - previous_middle >= distance * (len(members) + len(previous)) / 2:
                 break
-            total = before_middle * len(before) + middle * len(members)
-            members = before + members
-            half = apart * (len(members) - 1) / 2
+            total = previous_middle * len(previous) + middle * len(members)
+            members = previous + members
+            half = distance * (len(members) - 1) / 2
             middle = min(max(total / len(members), half), max(most - half, half))
             groups.pop()
         groups.append((members, middle))
-    found = [0.0] * len(wanted)
+    positions = [0.0] * len(wanted)
     for members, middle in groups:
         for place, index in enumerate(members):
-            found[index] = middle + apart * (place - (len(members) - 1) / 2)
-    return found
+            positions[index] = middle + distance * (place - (len(members) - 1) / 2)
+    return positions
 
 
 @cache
@@ -79,7 +79,7 @@ def inches(text: str, size: float, bold: bool = False) -> float:
     return float(TextPath((0, 0), text, size=size, prop=font).get_extents().x1) / 72
 
 
-def wrapped(text: str, size: float, width: float, bold: bool = False) -> list[str]:
+def wrap_lines(text: str, size: float, width: float, bold: bool = False) -> list[str]:
     """Break text into lines of whole words that are at most `width` inches wide."""
     lines: list[str] = []
     for word in text.split():
@@ -107,26 +107,28 @@ class Scale:
         return (value - self.least) / (self.most - self.least)
 
 
-def scale_of(values: Iterable[float], at: Numbers = (), most: float | None = None) -> Scale:
+def scale_of(values: Iterable[float], swept: Numbers = (), most: float | None = None) -> Scale:
     """Return a scale from zero, or a logarithmic scale if the values differ by a large factor.
 
-    `at` are the swept values, which become the ticks. An axis with a `most`, such as 100 %, is linear.
+    `swept`: the swept values, which become the ticks. An axis with a `most`, such as 100 %, is linear.
     """
-    known = [value for value in (*values, *at) if math.isfinite(value)] or [0.0, 1.0]
+    known = [value for value in (*values, *swept) if math.isfinite(value)] or [0.0, 1.0]
     least, largest = min(known), max(known)
-    wide = SWEPT_LOGARITHMIC_FROM if at else LOGARITHMIC_FROM
-    if most is None and least > 0 and largest / least >= wide:
+    ratio_min = SWEPT_LOGARITHMIC_FROM if swept else LOGARITHMIC_FROM
+    if most is None and least > 0 and largest / least >= ratio_min:
         steps = _steps(least, largest)
         low, high = steps[0] * 0.9, steps[-1] * 1.1
-        return Scale(low, high, True, _without_overlaps(at or steps, low, high, logarithmic=True))
+        return Scale(
+            low, high, True, _without_overlaps(swept or steps, low, high, logarithmic=True)
+        )
     room = 0.06 * (largest - min(least, 0.0)) or 1.0
     end = largest + room if most is None else most + 0.02 * most
     begin = least - room if least < 0 else 0.0
-    return Scale(begin, end, False, _without_overlaps(at, begin, end) if at else None)
+    return Scale(begin, end, False, _without_overlaps(swept, begin, end) if swept else None)
 
 
 def _steps(least: float, most: float) -> list[float]:
-    """Return 1, 2, 5, 10, … around these values; only powers of ten if that gives too many."""
+    """Return 1, 2, 5, 10, … around these values; only powers of ten if these are too many."""
     first, last = math.floor(math.log10(least)), math.ceil(math.log10(most))
     for factors in ((1, 2, 5), (1,)):
         found = [

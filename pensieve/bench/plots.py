@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pensieve.bench.plot_scale import Numbers, Scale, inches, plain, scale_of, spread, wrapped
+from pensieve.bench.plot_scale import Numbers, Scale, inches, plain, scale_of, spread, wrap_lines
 from pensieve.errors import ConfigError
 from pensieve.extras import need
 
 DOTS_PER_INCH = 150
 TITLE_SIZE = 12.0  # points
 TITLE_INCHES = 0.23  # height of a line of the title
-BELOW = 0.62  # inches for the ticks and the label of x
+X_LABEL_INCHES = 0.62  # for the ticks and the label of x
 WIDTH_MIN = 6.4
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = "osD^vP"
@@ -78,7 +78,7 @@ class Panel:
         marked: bool = True,
         step: bool = False,
     ) -> None:
-        """Draw a line, and a band from the least to the most of its repeats."""
+        """Draw a line, and a band from the minimum to the maximum of its repeats."""
         index = self.num_lines % len(PALETTE)
         colour, width = PALETTE[index], max(3.2 - 0.5 * self.num_lines, 1.2)
         self.num_lines += 1
@@ -231,9 +231,9 @@ class Panel:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
 
-    def _set_label(self, put: Any, text: str, scale: Scale, width: float) -> None:
+    def _set_label(self, set_text: Any, text: str, scale: Scale, width: float) -> None:
         label = f"{text}, logarithmic" if scale.logarithmic else text
-        put("\n".join(wrapped(label, TEXT_SIZE, width)), fontsize=TEXT_SIZE, color=INK)
+        set_text("\n".join(wrap_lines(label, TEXT_SIZE, width)), fontsize=TEXT_SIZE, color=INK)
 
     def _write_names(self, x: Scale, y: Scale, width: float) -> None:
         ends = [y.share(name.y) * self.height for name in self.names]
@@ -295,9 +295,9 @@ class Sheet:
     def lay_out(self) -> None:
         """Set the positions of all texts and panels."""
         for group in {panel.y_group for panel in self.panels if panel.y_group}:
-            same = [panel for panel in self.panels if panel.y_group == group]
-            values = [value for panel in same for value in panel.ys]
-            for panel in same:
+            members = [panel for panel in self.panels if panel.y_group == group]
+            values = [value for panel in members for value in panel.ys]
+            for panel in members:
                 panel.ys = values
         columns = max(len(panels) for _, panels in self._rows)
         by_column = [
@@ -306,21 +306,22 @@ class Sheet:
         ]
         lefts = [max(panel.left for panel in panels) for panels in by_column]
         rights = [max(panel.right for panel in panels) for panels in by_column]
-        around = sum(lefts) + sum(rights) + 2 * EDGE
-        width = max(self._width, (WIDTH_MIN - around) / columns)
-        total = around + columns * width
-        title = wrapped(self.title, TITLE_SIZE, total - 2 * EDGE, bold=True)
-        facts = wrapped(" · ".join(self.facts), TEXT_SIZE, total - 2 * EDGE)
+        margins = sum(lefts) + sum(rights) + 2 * EDGE
+        width = max(self._width, (WIDTH_MIN - margins) / columns)
+        total = margins + columns * width
+        title = wrap_lines(self.title, TITLE_SIZE, total - 2 * EDGE, bold=True)
+        facts = wrap_lines(" · ".join(self.facts), TEXT_SIZE, total - 2 * EDGE)
         head = TITLE_INCHES * len(title) + LINE_INCHES * len(facts) + 0.25
         plans = []
         for heading, panels in self._rows:
             titles = [
-                wrapped(panel.title, TEXT_SIZE, width + rights[index], bold=True)
+                wrap_lines(panel.title, TEXT_SIZE, width + rights[index], bold=True)
                 for index, panel in enumerate(panels)
             ]
-            above = LINE_INCHES * max(map(len, titles)) + 0.14 + (0.3 if heading else 0.0)
-            plans.append((above, max(panel.height for panel in panels), titles))
-        height = head + sum(above + tall + BELOW for above, tall, _ in plans) + EDGE / 2
+            title_inches = LINE_INCHES * max(map(len, titles)) + 0.14 + (0.3 if heading else 0.0)
+            plans.append((title_inches, max(panel.height for panel in panels), titles))
+        rows_inches = sum(title + panel + X_LABEL_INCHES for title, panel, _ in plans)
+        height = head + rows_inches + EDGE / 2
         self.figure.set_size_inches(total, height)
         top = height - EDGE
         for lines, size, weight, colour, step in (
@@ -337,7 +338,9 @@ class Sheet:
                 )
                 top -= step
         top = height - head
-        for (heading, panels), (above, tall, titles) in zip(self._rows, plans, strict=True):
+        for (heading, panels), (title_inches, panel_inches, titles) in zip(
+            self._rows, plans, strict=True
+        ):
             if heading:
                 self.figure.text(
                     *(EDGE / total, (top - 0.04) / height, heading),
@@ -349,7 +352,7 @@ class Sheet:
             left = EDGE
             for index, panel in enumerate(panels):
                 left += lefts[index]
-                bottom = top - above - panel.height
+                bottom = top - title_inches - panel.height
                 panel.axes.set_position(
                     (left / total, bottom / height, width / total, panel.height / height)
                 )
@@ -363,7 +366,7 @@ class Sheet:
                 )
                 panel.finish(width)
                 left += width + rights[index]
-            top -= above + tall + BELOW
+            top -= title_inches + panel_inches + X_LABEL_INCHES
 
     def save(self, path: Path) -> Path:
         self.lay_out()

@@ -29,7 +29,7 @@ from pensieve.bench.profile_driver import (
     CopyTimes,
     Driver,
     Measured,
-    measured,
+    measure_points,
 )
 from pensieve.bench.profile_points import CHUNKS, DECODES, IterationLimits, ProfilePoint, points_of
 from pensieve.bench.report import Report, machine, progress
@@ -105,7 +105,7 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
         )
         began = time.perf_counter(), time.process_time()
         with _progress_bar() as on_progress:
-            profile = profiled(
+            profile = measure_profile(
                 driver, points, limits, unmeasured, memory.host_pages, options.quick, on_progress
             )
         on_cpu = device == "cpu" and settings.tensor_parallel == 1
@@ -138,7 +138,7 @@ def unmeasured_cost(layers: int, kv_bytes_per_token: int, source: str) -> CostMo
     )
 
 
-def profiled(
+def measure_profile(
     driver: Driver,
     points: Sequence[ProfilePoint],
     limits: IterationLimits,
@@ -147,15 +147,15 @@ def profiled(
     quick: bool = False,
     on_progress: Any = lambda share: None,
 ) -> Profile:
-    """Measure the points and the copies, and fit the costs. `unmeasured` has the other facts of the result.
+    """Measure the points and the copies, and fit the costs. `unmeasured` has the parts that are not measured.
 
     Raises ModelError if the tiers are too small.
     """
     seconds = QUICK_SECONDS if quick else SECONDS
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    found = measured(driver, points, seconds, rounds, on_progress, driver.clock)
-    lone = next(point for point in points if point.kind == DECODES)
-    copies = _medians(driver.copies(lone, host_pages, COPY_REPEATS))
+    found = measure_points(driver, points, seconds, rounds, on_progress, driver.clock)
+    decode_point = next(point for point in points if point.kind == DECODES)
+    copies = _medians(driver.copies(decode_point, host_pages, COPY_REPEATS))
     if copies is not None:
         size = copies.pages * limits.chunk_tokens * unmeasured.kv_bytes_per_token
         unmeasured = replace(unmeasured, link_bytes_per_second=size / copies.inward)
@@ -246,9 +246,10 @@ def _print(
     if cost.chunk_costs is not None:
         recompute = cost.chunk_costs[1]
         points = recompute.attention_seconds
-        some = [points[0][0], points[len(points) // 2][0], points[-1][0]]
+        contexts = [points[0][0], points[len(points) // 2][0], points[-1][0]]
         listed = ", ".join(
-            f"{recompute.chunk_seconds(at) * 1e3:.1f} ms after a context of {at:,}" for at in some
+            f"{recompute.chunk_seconds(at) * 1e3:.1f} ms after a context of {at:,}"
+            for at in contexts
         )
         report.line(f"to recompute a chunk of {limits.chunk_tokens} tokens: {listed} tokens")
     if copies is not None:

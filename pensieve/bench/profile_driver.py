@@ -65,7 +65,7 @@ class Driver:
         sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=1 << 30)
         turns = range(1, limits.turns + PIECES_MAX + 1)
         self._started = tuple(TurnStart(attempt_id, tokens, sampling) for attempt_id in turns)
-        self._made: dict[ProfilePoint, tuple[Slice, ...]] = {}
+        self._known_slices: dict[ProfilePoint, tuple[Slice, ...]] = {}
         self._fill()
 
     def seconds(self, point: ProfilePoint) -> float:
@@ -98,10 +98,10 @@ class Driver:
     def _fill(self) -> None:
         size = self._limits.chunk_tokens
         num_computed = min(COMPUTED_PAGES, len(self._pages), self._limits.context // size) or 1
-        table, at_once = array("i", self._pages[:num_computed]), self._limits.tokens
+        table, piece_tokens = array("i", self._pages[:num_computed]), self._limits.tokens
         stop = min(num_computed * size, self._limits.context)
-        for start in range(0, stop, at_once):
-            end = min(start + at_once, stop)
+        for start in range(0, stop, piece_tokens):
+            end = min(start + piece_tokens, stop)
             self._run((Slice(1, start, end, self._tokens[start:end], table),))
         while num_computed < len(self._pages):
             pairs = zip(self._pages[:num_computed], self._pages[num_computed:], strict=False)
@@ -110,43 +110,43 @@ class Driver:
             num_computed += len(copies)
 
     def _slices(self, point: ProfilePoint) -> tuple[Slice, ...]:
-        if point not in self._made:
-            made, first_page, num_pieces = list[Slice](), 0, 0
+        if point not in self._known_slices:
+            slices, first_page, num_pieces = list[Slice](), 0, 0
             for start, stop in point.spans:
                 is_decode = stop - start == 1
                 num_pieces += not is_decode
                 attempt_id = self._limits.turns + num_pieces
                 if is_decode:
-                    attempt_id = len(made) - num_pieces + 1
+                    attempt_id = len(slices) - num_pieces + 1
                 num_pages = -(-stop // self._limits.chunk_tokens)
                 table = array("i", self._pages[first_page : first_page + num_pages])
                 first_page += num_pages
-                made.append(
+                slices.append(
                     Slice(attempt_id, start, stop, self._tokens[start:stop], table, is_decode)
                 )
-            self._made[point] = tuple(made)
-        return self._made[point]
+            self._known_slices[point] = tuple(slices)
+        return self._known_slices[point]
 
     def _run(self, slices: tuple[Slice, ...], copies: tuple[PageCopy, ...] = ()) -> float:
-        return self._timed(self._iteration(slices, copies=copies))[0]
+        return self._run_timed(self._iteration(slices, copies=copies))[0]
 
     def _move(self, inward: Sequence[tuple[int, int]], outward: Sequence[tuple[int, int]]) -> float:
         """Copy pairs of a host page and a device page; return the time until all have arrived."""
         began = self.clock()
         missing = len(inward) + len(outward)
-        missing -= self._timed(self._iteration((), inward, outward))[1]
+        missing -= self._run_timed(self._iteration((), inward, outward))[1]
         while missing:
-            missing -= self._timed(self._iteration(()))[1]
+            missing -= self._run_timed(self._iteration(()))[1]
         return self.clock() - began
 
     def _run_with_swap_ins(
         self, slices: tuple[Slice, ...], inward: Sequence[tuple[int, int]]
     ) -> float:
         """Run an iteration that waits for swap-ins; return its time."""
-        took, arrived = self._timed(self._iteration(slices, inward))
+        seconds, arrived = self._run_timed(self._iteration(slices, inward))
         while arrived < len(inward):
-            arrived += self._timed(self._iteration(()))[1]
-        return took
+            arrived += self._run_timed(self._iteration(()))[1]
+        return seconds
 
     def _iteration(
         self,
@@ -155,25 +155,28 @@ class Driver:
         outward: Sequence[tuple[int, int]] = (),
         copies: tuple[PageCopy, ...] = (),
     ) -> Iteration:
-        size, ids = self._limits.chunk_tokens, self._copy_id
+        size, first_id = self._limits.chunk_tokens, self._copy_id
         self._copy_id += len(inward) + len(outward)
-        swap_ins = tuple(SwapIn(ids + i, host, at, size) for i, (host, at) in enumerate(inward))
+        swap_ins = tuple(
+            SwapIn(first_id + i, host, at, size) for i, (host, at) in enumerate(inward)
+        )
         swap_outs = tuple(
-            SwapOut(ids + i, at, host, size) for i, (host, at) in enumerate(outward, len(inward))
+            SwapOut(first_id + i, at, host, size)
+            for i, (host, at) in enumerate(outward, len(inward))
         )
         started, self._started = self._started, ()
         self._index += 1
         return Iteration(self._index, slices, copies, swap_ins, swap_outs, started)
 
-    def _timed(self, iteration: Iteration) -> tuple[float, int]:
+    def _run_timed(self, iteration: Iteration) -> tuple[float, int]:
         """Run the iteration; return its time and the number of finished copies."""
         began = self.clock()
         self._executor.launch(iteration)
         outcome = self._executor.collect()
-        took = self.clock() - began
+        seconds = self.clock() - began
         if outcome.failures:
             raise PensieveError(outcome.failures[0].message)
-        return took, len(outcome.finished_copies)
+        return seconds, len(outcome.finished_copies)
 
 
 class Measured(NamedTuple):
@@ -183,7 +186,7 @@ class Measured(NamedTuple):
     spread: float  # range of the times, without the lowest and highest tenth, divided by `seconds`
 
 
-def measured(
+def measure_points(
     driver: Driver,
     points: Sequence[ProfilePoint],
     seconds_max: float,
@@ -191,7 +194,7 @@ def measured(
     on_progress: Callable[[float], None] = lambda share: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measured]:
-    """Time each iteration repeatedly, within `seconds_max` for all of them.
+    """Time each iteration repeatedly, within `seconds_max` for all iterations.
 
     1. Run each point once, the cheapest first, to warm up and to learn its cost. When half of the time is
        over, leave out the remaining, most expensive points.
@@ -199,8 +202,8 @@ def measured(
        them. Run cheap points several times in a row, the first time untimed: in a server, similar iterations
        follow each other.
 
-    The result of a point is the lower quartile of its times, or the minimum if there are up to four. It is
-    not the median, because other work on the machine only adds to the times, and can affect more than half
+    The result of a point is the lower quartile of its times, or the minimum if it has at most four times. It
+    is not the median, because other work on the machine only adds to the times, and can affect more than half
     of them. The spread shows such work.
 
     Returns the measured points in their order, without those left out. `on_progress` gets the share of the

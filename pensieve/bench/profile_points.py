@@ -54,7 +54,7 @@ class IterationLimits:
     pages: int  # pages of the device tier
     chunk_tokens: int
 
-    def allow(self, point: ProfilePoint) -> bool:
+    def allows(self, point: ProfilePoint) -> bool:
         spans = point.spans
         return (
             bool(spans)
@@ -75,25 +75,25 @@ class IterationLimits:
 def points_of(limits: IterationLimits, quick: bool, seed: int = 0) -> list[ProfilePoint]:
     """Return all points, each once."""
     num_held_out = 12 if quick else 36
-    every = [*_designed(limits, quick), *_chunks(limits)]
-    fitting = dict.fromkeys(point for point in every if limits.allow(point))
-    return [*fitting, *held_out(limits, num_held_out, seed)]
+    candidates = [*_designed_points(limits, quick), *_chunk_points(limits)]
+    fitting = dict.fromkeys(point for point in candidates if limits.allows(point))
+    return [*fitting, *held_out_points(limits, num_held_out, seed)]
 
 
-def held_out(limits: IterationLimits, count: int, seed: int) -> list[ProfilePoint]:
+def held_out_points(limits: IterationLimits, count: int, seed: int) -> list[ProfilePoint]:
     """Return random points, a third of each kind."""
     draw, found = random.Random(seed), list[ProfilePoint]()
     for index in range(count):
         kind = (DECODES, MIXES, PROMPTS)[index % 3]
         for _ in range(100):
             point = ProfilePoint(kind, tuple(_random_spans(limits, kind, draw)), held_out=True)
-            if limits.allow(point):
+            if limits.allows(point):
                 found.append(point)
                 break
     return found
 
 
-def _designed(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
+def _designed_points(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
     contexts = _powers(CONTEXT_MIN, limits.context_max, 16 if quick else 4)
     batches = _powers(1, limits.turns, 4 if quick else 2)
     for context in contexts:
@@ -114,7 +114,7 @@ def _designed(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
                 )
 
 
-def _chunks(limits: IterationLimits) -> Iterator[ProfilePoint]:
+def _chunk_points(limits: IterationLimits) -> Iterator[ProfilePoint]:
     size = limits.chunk_tokens
     if size > 1:
         for context in _powers(32, limits.context_max - size, 2):
@@ -126,11 +126,11 @@ def _decodes(batch: int, context: int) -> tuple[tuple[int, int], ...]:
 
 
 def _powers(first: int, most: int, factor: int) -> list[int]:
-    found = []
+    powers = []
     while first <= most:
-        found.append(first)
+        powers.append(first)
         first *= factor
-    return found
+    return powers
 
 
 def _random_spans(

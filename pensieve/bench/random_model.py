@@ -1,10 +1,10 @@
 """Make checkpoints of a realistic shape with random weights, for benchmarks.
 
 A reply's text is tokenised to the reply's own tokens. Every token that the model can sample is one word with
-its space, and the tokenizer maps that word back to the same token. (All other tokens have output weights of
-zero, and the largest of thousands of random logits is never zero.) So a server that tokenises the history
-again in each turn gets exactly the tokens that it generated, and its prefix cache performs at its best. Other
-text can be tokenised, too: the words are byte-level BPE merges over all bytes.
+a leading space, and the tokenizer maps that word back to the same token. (All other tokens have output
+weights of zero, and the largest of thousands of random logits is never zero.) So a server that tokenises the
+history again in each turn gets exactly the tokens that it generated, and its prefix cache performs at its
+best. Other text can be tokenised, too: the words are byte-level BPE merges over all bytes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from pensieve.bench.plot_scale import plain
 from pensieve.bench.plots import Sheet
-from pensieve.sim.report import over_seeds
+from pensieve.sim.report import repeats_by_point
 
 Row = dict[str, Any]
 SECONDS_PER_HOUR = 3600
@@ -40,7 +40,7 @@ class _Measure:
         self.title, self.value_of, self.most = title, value_of, most
 
     def spread(self, repeats: Sequence[Row]) -> tuple[float, float, float]:
-        """Return the median, least and most over the seeds."""
+        """Return the median, minimum and maximum over the seeds."""
         values = [value for row in repeats if (value := self.value_of(row)) is not None]
         if not values:
             return (float("nan"),) * 3
@@ -55,26 +55,30 @@ def sheet(rows: Sequence[Row], facts: Iterable[str]) -> Sheet:
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     tried = {key: sorted({row[key] for row in rows if row[key] is not None}) for key in SWEPT}
     swept = max(tried, key=lambda key: len(tried[key]))
-    several = [key for key in SWEPT if len(tried[key]) > 1]
+    varied = [key for key in SWEPT if len(tried[key]) > 1]
     fixed = [_setting_text(key, values[0]) for key, values in tried.items() if len(values) == 1]
     compared = (
         f"Eviction policies {', '.join(policies)}" if len(policies) > 1 else f"Policy {policies[0]}"
     )
-    over = f" by {' and '.join(SWEPT[key].split(' (')[0] for key in several)}" if several else ""
-    made = Sheet(f"{compared}{over}", [*facts, *fixed, *_repeats(rows)], WIDTH)
+    parameters = (
+        f" by {' and '.join(SWEPT[key].split(' (')[0] for key in varied)}" if varied else ""
+    )
+    result = Sheet(f"{compared}{parameters}", [*facts, *fixed, *_repeat_facts(rows)], WIDTH)
     measures = _measures(rows)
-    if several:
-        _draw_sweep(made, rows, policies, swept, [key for key in several if key != swept], measures)
+    if varied:
+        _draw_sweep(
+            result, rows, policies, swept, [key for key in varied if key != swept], measures
+        )
     elif len(policies) > 1 or len(rows) > 1:
-        _draw_bars(made, rows, measures)
-    _draw_over_time(made, rows, policies, several)
-    return made
+        _draw_bars(result, rows, measures)
+    _draw_over_time(result, rows, policies, varied)
+    return result
 
 
-def _repeats(rows: Sequence[Row]) -> list[str]:
+def _repeat_facts(rows: Sequence[Row]) -> list[str]:
     if len({row["seed"] for row in rows}) == 1:
         return []
-    return ["medians; bands and whiskers: least to most of the seeds"]
+    return ["medians; bands and whiskers: minimum to maximum over the seeds"]
 
 
 def _measures(rows: Sequence[Row]) -> list[_Measure]:
@@ -99,7 +103,7 @@ def _measures(rows: Sequence[Row]) -> list[_Measure]:
 
 
 def _draw_sweep(
-    made: Sheet,
+    result: Sheet,
     rows: Sequence[Row],
     policies: Sequence[str],
     swept: str,
@@ -108,56 +112,58 @@ def _draw_sweep(
 ) -> None:
     tried = sorted({row[swept] for row in rows})
     for values in product(*(sorted({row[key] for row in rows}) for key in others)):
-        here = [
+        setting_rows = [
             row for row in rows if all(row[k] == v for k, v in zip(others, values, strict=True))
         ]
-        made.row(", ".join(map(_setting_text, others, values)))
+        result.row(", ".join(map(_setting_text, others, values)))
         for measure in measures:
-            panel = made.panel(
+            panel = result.panel(
                 measure.title, SWEPT[swept], swept=tried, most=measure.most, y_group=measure.title
             )
             for policy in policies:
-                groups = [each for each in over_seeds(here) if each[0]["policy"] == policy]
+                groups = [
+                    each for each in repeats_by_point(setting_rows) if each[0]["policy"] == policy
+                ]
                 groups.sort(key=lambda repeats: float(repeats[0][swept]))
                 middle, least, most = zip(*map(measure.spread, groups), strict=True)
                 panel.line(policy, [each[0][swept] for each in groups], middle, least, most)
 
 
-def _draw_bars(made: Sheet, rows: Sequence[Row], measures: Sequence[_Measure]) -> None:
-    groups = over_seeds(rows)
+def _draw_bars(result: Sheet, rows: Sequence[Row], measures: Sequence[_Measure]) -> None:
+    groups = repeats_by_point(rows)
     for number, measure in enumerate(measures):
         if number % 2 == 0:
-            made.row()
+            result.row()
         middle, least, most = zip(*map(measure.spread, groups), strict=True)
-        panel = made.panel(measure.title, "")
+        panel = result.panel(measure.title, "")
         panel.bars([each[0]["policy"] for each in groups], middle, least, most)
 
 
 def _draw_over_time(
-    made: Sheet, rows: Sequence[Row], policies: Sequence[str], several: Sequence[str]
+    result: Sheet, rows: Sequence[Row], policies: Sequence[str], varied: Sequence[str]
 ) -> None:
     """Draw the figures over time: a column per policy, and two rows per setting."""
-    drawn = [repeats[0] for repeats in over_seeds(rows) if "series" in repeats[0]]
-    settings = list(dict.fromkeys(tuple(row[key] for key in several) for row in drawn))
+    drawn = [repeats[0] for repeats in repeats_by_point(rows) if "series" in repeats[0]]
+    settings = list(dict.fromkeys(tuple(row[key] for key in varied) for row in drawn))
     shown = (
         settings
         if len(settings) <= SETTINGS_OVER_TIME_MAX
         else _evenly_spaced(settings, SETTINGS_OVER_TIME_MAX)
     )
     for number, setting in enumerate(shown):
-        here = [row for row in drawn if tuple(row[key] for key in several) == setting]
-        left_out = f" ({len(shown)} of {len(settings)} settings)" * (len(settings) > len(shown))
-        heading = ", ".join(map(_setting_text, several, setting)) or "Over time"
-        if several and not number:
-            heading = f"Over time{left_out}: {heading}"
-        if here[0]["seed"] is not None:
-            heading += f" (seed {here[0]['seed']})"
-        made.row(heading)
-        for row in here:
-            _draw_tiers(made, row, policies)
-        made.row()
-        for row in here:
-            _draw_turns(made, row, policies)
+        setting_rows = [row for row in drawn if tuple(row[key] for key in varied) == setting]
+        subset_text = f" ({len(shown)} of {len(settings)} settings)" * (len(settings) > len(shown))
+        heading = ", ".join(map(_setting_text, varied, setting)) or "Over time"
+        if varied and not number:
+            heading = f"Over time{subset_text}: {heading}"
+        if setting_rows[0]["seed"] is not None:
+            heading += f" (seed {setting_rows[0]['seed']})"
+        result.row(heading)
+        for row in setting_rows:
+            _draw_tiers(result, row, policies)
+        result.row()
+        for row in setting_rows:
+            _draw_turns(result, row, policies)
 
 
 def _evenly_spaced(values: Sequence[Any], count: int) -> list[Any]:
@@ -177,24 +183,24 @@ def _numbers(values: Sequence[float | None], scale: float = 1.0) -> list[float]:
     return [float("nan") if each is None else each * scale for each in values]
 
 
-def _draw_tiers(made: Sheet, row: Row, policies: Sequence[str]) -> None:
+def _draw_tiers(result: Sheet, row: Row, policies: Sequence[str]) -> None:
     series = row["series"]
     times, unit = _times(series)
     title = f"{row['policy']}: fill of the tiers" if len(policies) > 1 else "Fill of the tiers"
-    panel = made.panel(title, unit, "% of the tier", most=SHARE_MOST, height=1.2)
-    only, clean = _numbers(series["device"], 100), _numbers(series["clean"], 100)
-    both = [a + b for a, b in zip(only, clean, strict=True)]
-    panel.area("device: without a host copy", times, [0.0] * len(times), only)
-    panel.area("device: can be freed at once", times, only, both)
+    panel = result.panel(title, unit, "% of the tier", most=SHARE_MOST, height=1.2)
+    device_only, clean = _numbers(series["device"], 100), _numbers(series["clean"], 100)
+    both = [a + b for a, b in zip(device_only, clean, strict=True)]
+    panel.area("device: without a host copy", times, [0.0] * len(times), device_only)
+    panel.area("device: can be freed at once", times, device_only, both)
     if row["host_size"]:
         panel.line("host", times, _numbers(series["host"], 100), marked=False)
 
 
-def _draw_turns(made: Sheet, row: Row, policies: Sequence[str]) -> None:
+def _draw_turns(result: Sheet, row: Row, policies: Sequence[str]) -> None:
     series = row["series"]
     times, unit = _times(series)
     title = f"{row['policy']}: turns" if len(policies) > 1 else "Turns"
-    panel = made.panel(title, unit, "turns, mean", height=1.2, y_group="turns")
+    panel = result.panel(title, unit, "turns, mean", height=1.2, y_group="turns")
     panel.line("running", times, _numbers(series["running"]), marked=False)
     panel.line("waiting", times, _numbers(series["queued"]), marked=False)
 

@@ -7,7 +7,7 @@ real: the same model computed their keys and values.
     floor   the bytes of weights that an iteration reads (all but the input embeddings) over the bandwidth
             at which torch's threads sum up memory. All experts count. A few turns read only the experts that
             they choose, so the ratio can be below 1
-    ratio   time of the step over the floor. Both are medians, and their measurements alternate
+    ratio   time of the step divided by the floor. Both are medians, and their measurements alternate
 
 With --weights int8 or --kv-dtype, the logits of a few prompts are first compared with the logits of the
 checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get the
@@ -98,9 +98,9 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
         tokenizer = Tokenizer.load(folder)
     if options.parts:
         check_measurable(model)
-    named = model_in_words(options.model, options.shape)
+    model_text = model_in_words(options.model, options.shape)
     report.about(
-        f"{named}, {options.rounded_formats or str(model.flat.module.dtype).split('.')[-1]}",
+        f"{model_text}, {options.rounded_formats or str(model.flat.module.dtype).split('.')[-1]}",
         f"{machine()}, {torch.get_num_threads()} threads",
         f"contexts of {options.context}, pieces of {options.prompt_tokens} prompt tokens",
     )
@@ -119,9 +119,9 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
             report.line(str(row))
             continue
         rows.append(row)
-        beside = f" with {row.prompt_tokens} prompt tokens" if row.prompt_tokens else ""
+        with_prompt = f" with {row.prompt_tokens} prompt tokens" if row.prompt_tokens else ""
         report.line(
-            f"{row.batch:3} turns{beside}: {row.seconds * 1e3:7.2f} ms (p90 "
+            f"{row.batch:3} turns{with_prompt}: {row.seconds * 1e3:7.2f} ms (p90 "
             f"{row.p90_seconds * 1e3:.2f}), weights {row.floor_seconds * 1e3:.2f} ms: "
             f"{row.ratio:.2f} x, {row.tokens_per_second:,.0f} tokens/s"
         )
@@ -160,14 +160,14 @@ class Bench:
         self._executor = TorchExecutor(model, self._memory, sampler, tokenizer)
         self._draw = torch.Generator().manual_seed(0)
         self._vocab_size = shape.vocab_size
-        self._pages_of_each = -(-tokens_max // SLOTS)
+        self._pages_per_turn = -(-tokens_max // SLOTS)
         self._index = 0
         self._num_turns = 0
         self._started: list[TurnStart] = []  # since the last step
 
     def turn(self, index: int, prompt: Sequence[int]) -> GeneratingTurn:
         """Return a turn with the pages of its row in the batch; they are scattered."""
-        pages = torch.arange(self._memory.device_pages).view(self._pages_of_each, -1)[:, index]
+        pages = torch.arange(self._memory.device_pages).view(self._pages_per_turn, -1)[:, index]
         self._num_turns += 1
         turn = GeneratingTurn(
             self._num_turns, index, array("I", prompt), array("i", pages.tolist())
@@ -193,13 +193,13 @@ class Bench:
         began = time.perf_counter()
         self._executor.launch(iteration)
         outcome = self._executor.collect()
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         by_id = {turn.attempt_id: turn for turn in turns}
         if outcome.failures:
             raise PensieveError(outcome.failures[0].message)
         for sample in outcome.samples:
             by_id[sample.attempt_id].tokens.append(sample.token_id)
-        return took
+        return seconds
 
     def prefill(self, turns: Sequence[GeneratingTurn], at_once: int = 512) -> None:
         for turn in turns:
@@ -209,8 +209,8 @@ class Bench:
                 self.step([turn.slice(start, stop, stop == end)], [turn])
 
     def decode(self, turns: Sequence[GeneratingTurn], *others: Slice) -> float:
-        ones = [turn.slice(len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
-        return self.step([*ones, *others], turns)
+        decodes = [turn.slice(len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
+        return self.step([*decodes, *others], turns)
 
     def close(self) -> None:
         self._executor.close()
@@ -230,8 +230,8 @@ def measure(
             turns = _checked_turns(bench, prompts)
             num_bytes = weight_bytes_read(model)
             memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-            long = bench.turn(largest, bench.prompt(prompt_tokens + 1))
-            piece = long.slice(0, prompt_tokens, False)
+            prompt_turn = bench.turn(largest, bench.prompt(prompt_tokens + 1))
+            piece = prompt_turn.slice(0, prompt_tokens, False)
             for batch in batches:
                 for kind, others in (("decode", ()), ("mixed", (piece,))):
                     times, reads = [], []
@@ -269,18 +269,18 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _checked_turns(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[GeneratingTurn]:
     """Return the turns as a batch, after checking that some of them get the same tokens alone."""
-    alone = []
+    lone_turns = []
     for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
         turn = bench.turn(index, prompt)
         bench.prefill([turn])
         for _ in range(CHECKED_TOKENS):
             bench.decode([turn])
-        alone.append(turn)
+        lone_turns.append(turn)
     turns = [bench.turn(index, prompt) for index, prompt in enumerate(prompts)]
     bench.prefill(turns)
     for _ in range(CHECKED_TOKENS):
         bench.decode(turns)
-    for turn in alone:
+    for turn in lone_turns:
         if turn.tokens != turns[turn.row].tokens:
             raise PensieveError(f"turn {turn.row} gets another reply when it is alone")
     return turns
@@ -327,13 +327,15 @@ class Logits(NamedTuple):
 
     def compared_with(self, exact: Logits) -> dict[str, float]:
         """Return how much rounding has changed the logits, compared with the exact logits."""
-        got, right = self.rows, exact.rows
+        rounded, reference = self.rows, exact.rows
         divergence = F.kl_div(
-            got.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none"
+            rounded.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
         ).sum(-1)
-        difference = (got - right).abs().amax(-1) / (right.amax(-1) - right.amin(-1))
+        difference = (rounded - reference).abs().amax(-1) / (
+            reference.amax(-1) - reference.amin(-1)
+        )
         return {
-            "same_token_share": float((got.argmax(-1) == right.argmax(-1)).float().mean()),
+            "same_token_share": float((rounded.argmax(-1) == reference.argmax(-1)).float().mean()),
             "kl_divergence": float(divergence.mean()),
             "logit_difference": float(difference.median()),  # relative to a row's range
         }
@@ -366,11 +368,11 @@ def plot(rows: Sequence[StepRow], path: Path, facts: Sequence[str]) -> None:
     panel = sheet.panel("", "turns generating", "time / time to read the weights", swept=batches)
     panel.horizontal_line("reading the weights", 1.0)
     for kind, name in (("decode", "generating"), ("mixed", "with a piece of a prompt")):
-        some = [row for row in rows if row.kind == kind]
-        if some:
-            ratios = [row.ratio for row in some]
-            p90s = [row.p90_seconds / row.floor_seconds for row in some]
-            panel.line(name, [row.batch for row in some], ratios, ratios, p90s)
+        selected = [row for row in rows if row.kind == kind]
+        if selected:
+            ratios = [row.ratio for row in selected]
+            p90s = [row.p90_seconds / row.floor_seconds for row in selected]
+            panel.line(name, [row.batch for row in selected], ratios, ratios, p90s)
     sheet.save(path)
 
 
@@ -418,9 +420,9 @@ def part_rows(
     times: list[float] = []
     parts: list[Mapping[str, float]] = []
     for _ in range(repeats):
-        with measured_parts() as found:
+        with measured_parts() as part_seconds:
             times.append(step())
-        parts.append(found)
+        parts.append(part_seconds)
     rest = [whole - sum(each.values()) for whole, each in zip(times, parts, strict=True)]
     named: dict[str, Sequence[float]] = {name: [each[name] for each in parts] for name in PARTS}
     whole = statistics.median(times)

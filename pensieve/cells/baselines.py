@@ -1,4 +1,4 @@
-"""The policies that BatchMaker is compared with. They batch whole requests, and nothing joins a batch."""
+"""The policies that BatchMaker is compared with. They batch whole requests; none joins a running batch."""
 
 from __future__ import annotations
 
@@ -77,11 +77,13 @@ class Padding(GraphBatching):
                 lengths[cell] = max(lengths.get(cell, 0), len(nodes))
         lengths[next(iter(lengths))] = (self._bucket(first) + 1) * self._width
         for cell, length in lengths.items():
-            nodes_of = [(each, graph.stages.get(cell, [])) for each, graph in requests.items()]
+            nodes_by_request = [
+                (each, graph.stages.get(cell, [])) for each, graph in requests.items()
+            ]
             for step in range(length):
                 rows = [
                     NodeRef(request, nodes[step]) if step < len(nodes) else None
-                    for request, nodes in nodes_of
+                    for request, nodes in nodes_by_request
                 ]
                 yield Task(cell, tuple(rows))
 
@@ -112,8 +114,8 @@ class Merging(GraphBatching):
                 for consumer in graph.consumers[index]:
                     missing[request][consumer] -= 1
                     if not missing[request][consumer]:
-                        found = (depth + 1, NodeRef(request, consumer))
-                        ready[graph.nodes[consumer].cell].append(found)
+                        successor = (depth + 1, NodeRef(request, consumer))
+                        ready[graph.nodes[consumer].cell].append(successor)
 
 
 class NodeByNode(GraphBatching):

@@ -21,10 +21,13 @@ from pensieve.cells.models import Cell, Model, lstm, rows_of, seq2seq, tree_lstm
 from pensieve.cells.scheduler import Policy
 from pensieve.cells.workload import NUM_WORDS, parse_tree, sentence_length, translated_length
 
-HIDDEN, TREE_HIDDEN = 512, 1024  # the paper has 1,024. With 512, batches of trees gain little
+HIDDEN, TREE_HIDDEN = (
+    512,
+    1024,
+)  # the paper has 1,024 for all models. With 512, batches of trees gain little
 BATCH_MAX = 64  # requests of padding and merging. A cell type has the same limit
 RATE_SHARE = 0.8  # of the throughput of merging: the rate at which latencies are compared
-CHECKED = 20  # replies of each run that are compared with those of unbatched runs
+CHECKED = 20  # replies of each run that are compared with unbatched replies
 POLICIES: dict[str, Callable[[], Policy | None]] = {
     "cellular": lambda: None,
     "padding": partial(Padding, 10, BATCH_MAX),
@@ -37,7 +40,8 @@ def _sentence(rng: random.Random) -> list[int]:
     return [rng.randrange(3, NUM_WORDS) for _ in range(sentence_length(rng, longest=100))]
 
 
-# How to make a model, and what a random request unfolds. As in the paper, a given length ends a reply.
+# A function that makes the model, and a function that draws a random request (the arguments of `unfold`).
+# As in the paper, a reply ends at a given length.
 MODELS: dict[str, tuple[Callable[[], Model], Callable[[random.Random], tuple[Any, ...]]]] = {
     "lstm": (partial(lstm, HIDDEN), lambda rng: (_sentence(rng),)),
     "seq2seq": (
@@ -49,11 +53,11 @@ MODELS: dict[str, tuple[Callable[[], Model], Callable[[random.Random], tuple[Any
 
 
 class Measured(NamedTuple):
-    throughput: float  # requests per second, if all are there at the beginning
+    throughput: float  # requests per second, if all requests arrive at the beginning
     p50_ms: float
     p90_ms: float
     p99_ms: float
-    exact: bool  # whether all checked replies equal unbatched ones
+    exact: bool  # whether all checked replies equal unbatched replies
 
 
 @contextmanager
@@ -73,18 +77,18 @@ def compare(name: str, num_requests: int = 200, seed: int = 0) -> dict[str, Meas
     torch.manual_seed(seed)
     model, rng = make(), random.Random(seed)
     graphs = [model.unfold(*draw(rng)) for _ in range(num_requests)]
-    alone = [run_alone(model, graph) for graph in graphs[:CHECKED]]
+    unbatched = [run_alone(model, graph) for graph in graphs[:CHECKED]]
     policies = [each for each in POLICIES if (name, each) != ("tree", "padding")]
     exact = dict.fromkeys(policies, True)
 
     def latencies(arrivals: list[float]) -> dict[str, list[float]]:
-        """Of three runs, the fastest one counts, but "no batching" is slow and runs only once."""
+        """Return the latencies of the fastest of three runs. "no batching" is slow and runs only once."""
         best: dict[str, list[float]] = {}
         for policy in policies[:-1] * 3 + policies[-1:]:
             finished, replies = _serve(model, policy, graphs, arrivals)
             run = list(map(sub, finished, arrivals))
             best[policy] = min(best.get(policy, run), run, key=sum)
-            exact[policy] &= all(map(equal, alone, replies))
+            exact[policy] &= all(map(equal, unbatched, replies))
         return best
 
     throughput = {k: num_requests / max(run) for k, run in latencies([0.0] * num_requests).items()}
@@ -99,7 +103,10 @@ def compare(name: str, num_requests: int = 200, seed: int = 0) -> dict[str, Meas
 def _serve(
     model: Model, policy: str, graphs: Sequence[Graph], arrivals: Sequence[float]
 ) -> tuple[list[float], list[Any]]:
-    """Submit each request at its time, in CPU seconds and without idle ones. Return ends and replies."""
+    """Submit each request at its arrival time; return the finish times and the replies.
+
+    Times are in CPU seconds. Idle time is skipped.
+    """
     finished, futures, skipped = [0.0] * len(graphs), list[Future[Any]](), 0.0
     with CellServer(model, POLICIES[policy]()) as server:
         began = time.process_time()
@@ -116,11 +123,11 @@ def _serve(
     return finished, [future.result() for future in futures]
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """Compare two replies: token ids exactly, and states up to rounding."""
-    if isinstance(one, list):
-        return bool(one == other)
-    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
+    if isinstance(first, list):
+        return bool(first == second)
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, second, strict=True))
 
 
 @one_thread()

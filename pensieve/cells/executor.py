@@ -22,7 +22,7 @@ from pensieve.cells.scheduler import NodeRef, Policy, Scheduler, Task
 
 
 class Slot(NamedTuple):
-    """Where the outputs of a node are: in this row of the outputs of its task."""
+    """The place of a node's outputs: one row of the outputs of its task."""
 
     states: States
     row: int
@@ -62,7 +62,7 @@ class Launched(NamedTuple):
         return self.event is None or bool(self.event.query())
 
     def tokens(self) -> list[int]:
-        """Wait for the end of the task. Return the token of each row, or [] if it makes none."""
+        """Wait for the end of the task. Return the token of each row, or [] if the task makes no tokens."""
         if self.event is not None:
             self.event.synchronize()
         return [] if self.emitted is None else self.emitted.tolist()
@@ -110,7 +110,7 @@ class Runner:
         return Launched(task, emitted, event)
 
     def _inputs(self, cell: Cell, task: Task, at: int, size: int) -> States:
-        """Return the outputs of the rows' input nodes number `at`."""
+        """Return the outputs of input node number `at` of each row's node."""
         slots: list[tuple[int, Slot]] = []
         for index, row in enumerate(task.rows):
             if row is not None:
@@ -148,8 +148,8 @@ class Runner:
 
     def _tensor(self, values: list[Any]) -> Tensor:
         """Copy integers to the device without waiting for its stream."""
-        made = torch.tensor(values, dtype=torch.long)
-        return made.pin_memory().to(self._device, non_blocking=True) if self._stream else made
+        tensor = torch.tensor(values, dtype=torch.long)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._stream else tensor
 
     def _capture(self, cell: Cell, size: int) -> _CapturedCell:
         if (cell, size) not in self._captured:
@@ -164,7 +164,7 @@ class _CapturedCell:
         stream = torch.cuda.current_stream(device)
         payload = torch.full((size, cell.payload), cell.pad, device=device)
         self._inputs = (payload, *rows_of(cell.initial * cell.arity, size))
-        cell(*self._inputs)  # libraries initialise themselves outside the capture
+        cell(*self._inputs)  # initialises libraries, which must happen outside the capture
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
@@ -182,7 +182,7 @@ Message = Live | tuple[int, Task, list[int]] | BaseException | None
 
 
 class CellServer:
-    """Serve a model by a policy: cellular batching, if none is given. Use it as a context manager.
+    """Serve a model by a policy: cellular batching, if no policy is given. Use it as a context manager.
 
     Any thread may submit requests. One thread runs the policy, and each worker has a thread.
     """
@@ -216,7 +216,9 @@ class CellServer:
     def __exit__(self, *_: object) -> None:
         """Finish all requests and end the threads."""
         self._inbox.put(None)
-        self._inbox.put(None)  # if the server fails after the first
+        self._inbox.put(
+            None
+        )  # for `_manage`, if the server fails after it has taken the first None
         for thread in self._threads:
             thread.join()
 
@@ -233,7 +235,7 @@ class CellServer:
                 fifo.put([])
 
     def _serve(self) -> None:
-        """Handle all messages that have come, then give work to each worker that is idle."""
+        """Handle all messages that have arrived, then give work to each worker that is idle."""
         num_tasks, closing, inbox = [0] * len(self._fifos), False, self._inbox  # tasks per worker
         while self.lives or not closing:
             self._arrived += [inbox.get(), *(inbox.get() for _ in range(inbox.qsize()))]

@@ -23,7 +23,7 @@ States = tuple[Tensor, ...]  # each with the batch as its first dimension
 
 
 def rows_of(states: States, size: int) -> States:
-    """Repeat a batch of one."""
+    """Repeat the states of a batch of one `size` times."""
     return tuple(part.repeat(size, *[1] * (part.dim() - 1)) for part in states)
 
 
@@ -59,7 +59,7 @@ def _model(unfold: Callable[..., Graph], *cells: Cell, eos: int | None = None) -
 
 
 class LSTMCell(Cell):
-    """The state is (h, c, token). A decoder reads its previous token, and emits the most likely next one."""
+    """The state is (h, c, token). A decoder reads its previous token and emits the likeliest next token."""
 
     def __init__(self, kind: CellType, vocab: int, hidden: int, decodes: bool = False) -> None:
         state = torch.zeros(hidden), torch.zeros(hidden), torch.tensor(GO)

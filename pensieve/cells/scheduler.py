@@ -1,4 +1,4 @@
-"""Algorithm 1 of BatchMaker: which cells form the next tasks of a worker. Without I/O and clock.
+"""Choose the cells of a worker's next tasks (algorithm 1 of BatchMaker), without I/O and clock.
 
     add      ──> subgraphs that wait for nothing enter the queue of their type
     schedule ──> up to `max_tasks_to_submit` tasks of one type, for a worker that is idle
@@ -35,16 +35,16 @@ class Task:
 
 
 class Policy(Protocol):
-    """What runs next. `Scheduler` is cellular batching, and baselines.py has other policies."""
+    """Decides what runs next. `Scheduler` is cellular batching, and baselines.py has other policies."""
 
     def add(self, request: int, graph: Graph) -> None:
         """Add an unfolded request. Its id must be new."""
 
     def schedule(self, worker: int) -> list[Task]:
-        """Return the next tasks of a worker that is idle. It runs them in their order."""
+        """Return the next tasks of a worker that is idle. The worker runs them in this order."""
 
     def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
-        """Take note that a task ran. Return the requests that can be answered now.
+        """Note that a task has run. Return the requests that can be answered now.
 
         `ended` are requests whose other nodes are not needed, such as decoders after the end token.
         """
@@ -66,7 +66,7 @@ class _Request:
     missing: list[int]  # per node, inputs in its own subgraph that are not submitted yet
     awaited: list[int]  # per subgraph, subgraphs that have not ended yet
     unfinished: int  # nodes
-    subgraphs: dict[int, _Subgraph] = field(default_factory=dict)  # released ones
+    subgraphs: dict[int, _Subgraph] = field(default_factory=dict)  # released subgraphs
 
 
 class Scheduler(Policy):

@@ -1,6 +1,7 @@
 """Random requests like those of BatchMaker: lengths of sentences, and parse trees.
 
-The paper's data sets are not part of this project. These distributions have the quantiles that it prints.
+The paper's data sets are not part of this project. These distributions have the quantiles that the paper
+prints.
 """
 
 from __future__ import annotations

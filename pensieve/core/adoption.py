@@ -66,7 +66,7 @@ class Adoption:
         """
         conversation = self._tree.conversations.get(conversation_id)
         if conversation is None:
-            conversation = self._begun(conversation_id, log, first_chunk, slots, now)
+            conversation = self._add_conversation(conversation_id, log, first_chunk, slots, now)
         if conversation.attempt_id is not None:
             return []
         chunks = conversation.chunks()
@@ -83,7 +83,7 @@ class Adoption:
         self._tree.prune(conversation.leaf, now)  # removes a new branch if no chunk was adopted
         return adopted
 
-    def _begun(
+    def _add_conversation(
         self,
         conversation_id: str,
         log: array[int],

@@ -51,7 +51,7 @@ class BackgroundRoom:
         self._costs: deque[tuple[int, float]] = deque(
             maxlen=NUM_KEPT
         )  # (number of tokens, seconds per token)
-        self._num_beside = self._num_without = (
+        self._num_with = self._num_without = (
             0  # successive iterations with background turns, and without
         )
         self._pace = TOKENS_MIN  # token limit of an iteration without interactive turns
@@ -66,8 +66,9 @@ class BackgroundRoom:
             builder.limit(num_tokens)
 
     def planned(self, builder: IterationBuilder) -> None:
+        """Count the successive iterations with background turns, and without."""
         if builder.num_tokens > builder.num_background:
-            self._num_beside = self._num_beside + 1 if builder.num_background else 0
+            self._num_with = self._num_with + 1 if builder.num_background else 0
             self._num_without = 0 if builder.num_background else self._num_without + 1
 
     def committed(self, builder: IterationBuilder, seconds: float) -> None:
@@ -78,15 +79,15 @@ class BackgroundRoom:
         if num_tokens == builder.num_tokens:
             self._set_pace(num_tokens, seconds)
         elif num_tokens and self._ratios:
-            over = seconds - statistics.median(self._ratios) * predicted
-            self._costs.append((num_tokens, max(over, 0.0) / num_tokens))
+            extra_seconds = seconds - statistics.median(self._ratios) * predicted
+            self._costs.append((num_tokens, max(extra_seconds, 0.0) / num_tokens))
 
     def _tokens(self, builder: IterationBuilder, quiet_seconds: float) -> int | None:
         if not builder.num_tokens:
             return None if quiet_seconds >= QUIET_SECONDS else self._pace
         if builder.num_tokens > builder.num_decodes or not self._ratios:
             return 0
-        if self._num_beside >= PROBE_AFTER:
+        if self._num_with >= PROBE_AFTER:
             return 0
         if not self._costs:
             return 1
@@ -102,5 +103,5 @@ class BackgroundRoom:
         if (
             num_tokens >= self._pace or seconds > SECONDS
         ):  # a smaller iteration does not show whether the limit is right
-            within = num_tokens * min(SECONDS / seconds, GROWTH)
-            self._pace = max(int(within), TOKENS_MIN)
+            fitting = num_tokens * min(SECONDS / seconds, GROWTH)
+            self._pace = max(int(fitting), TOKENS_MIN)

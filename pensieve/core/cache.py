@@ -100,7 +100,7 @@ class KVCache:
         self.conversations = self.tree.conversations
         self.eviction_log = self.eviction.log
 
-    # -- what there is --
+    # -- questions about turns --
 
     @property
     def available(self) -> int:
@@ -139,8 +139,8 @@ class KVCache:
     def find(self, turn: Turn, now: float) -> None:
         """Give a new turn's conversation the chunks whose content equals the beginning of its context.
 
-        So the turn's waiting time depends only on the tokens that it must compute. `begin` looks again,
-        because the cache may have changed.
+        So the turn's waiting time depends only on the tokens that it must compute. `begin` repeats the
+        search, because the cache may have changed.
         """
         if turn.identities is None:
             return
@@ -150,7 +150,7 @@ class KVCache:
                 turn.own_tokens = turn.history_tokens
                 return
             turn.own_tokens = min(conversation.num_tokens, turn.history_tokens)
-        self._found(turn, now)
+        self._find_prefix(turn, now)
 
     def begin(
         self, turn: Turn, now: float, reserve_pages: int, filled_before: dict[Chunk, int]
@@ -163,7 +163,7 @@ class KVCache:
         iteration. Page copies need this, because they run before the slices. The targets of page copies are
         added.
         """
-        conversation = self._found(turn, now)
+        conversation = self._find_prefix(turn, now)
         chunks, tail = self._context_of(conversation)
         if self.streamed is not None:
             used = chunks if tail is None else [*chunks, tail.chunk]
@@ -174,7 +174,7 @@ class KVCache:
             self.tree.forget_if_empty(conversation)
             return Shortage(required_pages)
 
-        self._began(conversation, turn, now)
+        self._note_begin(conversation, turn, now)
         if tail is not None:
             self.tiers.hold_source(tail.chunk)
             self.tree.truncate(conversation, tail.chunk.index * self.config.chunk_tokens, now)
@@ -204,7 +204,7 @@ class KVCache:
     ) -> PageReservation | None:
         """Pin and reserve host pages for the turn's whole context; None if that is impossible now."""
         assert self.streamed is not None
-        conversation = self._found(turn, now)
+        conversation = self._find_prefix(turn, now)
         chunks, tail = self._context_of(conversation)
         known = conversation.num_tokens
         if not self.streamed.may_take(turn, chunks, known, filled_before, now):
@@ -216,7 +216,7 @@ class KVCache:
         if admission is None:
             self.tree.forget_if_empty(conversation)
             return None
-        self._began(conversation, turn, now)
+        self._note_begin(conversation, turn, now)
         self.candidates.scan_again()
         turn.chunks = conversation.chunks()
         turn.page_table = array("i", [chunk.host_page for chunk in turn.chunks])  # type: ignore[misc]
@@ -298,7 +298,7 @@ class KVCache:
         for conversation, has_twins in unsettled:
             if conversation.attempt_id is not None or conversation.leaf is None:
                 continue
-            found = self.content.for_ended(conversation, has_twins)
+            found = self.content.find_for_ended(conversation, has_twins)
             if found is not None:
                 merged = self.tree.rebase(conversation, self._last_chunk(found), now)
                 self.counters.merged += merged
@@ -427,13 +427,13 @@ class KVCache:
 
     # -- the parts of `begin` --
 
-    def _found(self, turn: Turn, now: float) -> CachedConversation:
+    def _find_prefix(self, turn: Turn, now: float) -> CachedConversation:
         """Return the turn's conversation, with the chunks of the longest cached prefix of its context."""
-        conversation = self._present(turn, now)
+        conversation = self._cut_conversation(turn, now)
         if turn.identities is None:
             return conversation
         turn.own_tokens = min(turn.own_tokens, conversation.num_tokens)
-        found = self.content.for_turn(turn, conversation)
+        found = self.content.find_for_turn(turn, conversation)
         if found is not None:
             self.conversations[turn.conversation_id] = conversation
             conversation.idle_since = now
@@ -455,7 +455,7 @@ class KVCache:
         num_chunks = -(-found.num_tokens // self.config.chunk_tokens)
         return found.holder.chunks()[num_chunks - 1]
 
-    def _present(self, turn: Turn, now: float) -> CachedConversation:
+    def _cut_conversation(self, turn: Turn, now: float) -> CachedConversation:
         """Return the turn's conversation, cut to the length of its log."""
         conversation = self.conversations.get(turn.conversation_id)
         if conversation is None:
@@ -473,7 +473,7 @@ class KVCache:
                 conversation.identities.cut(kept_max)
         return conversation
 
-    def _began(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
+    def _note_begin(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
         """Note that the turn holds its pages."""
         self.conversations[turn.conversation_id] = conversation
         conversation.attempt_id = turn.attempt_id
@@ -617,9 +617,9 @@ class KVCache:
 def _superfluous(branch: Branch, conversation: CachedConversation) -> list[CachedConversation]:
     """Return idle holders of a branch of the conversation that end in this branch and need not be kept.
 
-    These are temporary conversations all of whose tokens `conversation` has, too. If the branch has more than
-    HOLDERS_MAX holders, its oldest conversations with identities are returned as well: their next turns can
-    find the chunks again. Only the most recent and the least recent holders are looked at.
+    These are temporary conversations whose tokens `conversation` also has. If the branch has more than
+    HOLDERS_MAX holders, its oldest conversations with identities are returned as well, because their
+    next turns can find the chunks again. Only the most recent and the least recent holders are looked at.
     """
     holders, most = branch.holders, HOLDERS_SUMMED_MAX
     oldest = list(islice(holders, most))

@@ -12,9 +12,9 @@ Clients cannot name the kind `tool_calls`: it is made from a request's tools.
 
 `problem` checks only the text, in time proportional to its length. text/grammars.py knows the model's tokens
 and checks whether the text can be compiled. The compiler's own limit (its fuel) does not cover all of its
-work. For some features, the cost grows faster than the length of the text. This module limits these: the
-number of values in a schema (the cost is quadratic), and the number of patterns that must match at the same
-time (each pattern doubles the cost).
+work. The cost of two features grows faster than the length of the text. So this module limits the number of
+values in a schema (the cost is quadratic), and the number of patterns that must match at the same time (each
+pattern doubles the cost).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXT_BYTES_MAX = 64 << 10
 OBJECTS_MAX = 1_000  # JSON objects within a schema: about 50 ms of compiling
 VALUES_MAX = 4_000  # values of all kinds within a schema
 MEMBERS_MAX = 1_000  # members of one object or list within a schema
-INTERSECTED_MAX = 4  # patterns that must hold at once
+INTERSECTED_MAX = 4  # patterns that must match at the same time
 EMBEDDED = "%json"  # a schema within a grammar, which would evade the bounds of schemas
 DEPTH_MAX = 64  # nesting of lists and objects within a schema
 CHOICES_MAX = 1_000

@@ -2,9 +2,9 @@
 
 Chunks with the same identity have the same KV (identities.py). Only turns with `identities` look for chunks.
 
-**When a chunk is found.** A turn registers the chunks that it has completed when its next token was sampled
-from finite logits, because wrong KV (NaN) would reach these logits. A warm samples nothing, and registers its
-chunks when its iterations were collected. A chunk that was invalidated in the meantime is not registered
+**When a chunk is found.** A turn's completed chunks are registered after its next token was sampled from
+finite logits, because wrong KV (NaN) would reach these logits. A warm samples nothing, so its chunks are
+registered after its iterations are collected. A chunk that was invalidated in the meantime is not registered
 (`Chunk.generation`). If a turn fails in a way that may spoil KV (`TurnFailure.spoils_kv`), all chunks of its
 context are invalidated and forgotten. A chunk stays registered while a conversation holds it, even without
 pages. A turn that finds a chunk without pages computes it again, for all holders. A partly filled chunk has
@@ -12,8 +12,8 @@ no identity.
 
 **Equal chunks.** If two turns compute the same chunk at once, the first to complete it is registered. The
 other chunk is private until its turn has ended. Then the conversation continues on the registered chunk
-(`KVCache.settle`). If the registered chunk is dropped before, the private one is registered. The pages of a
-running turn never change.
+(`KVCache.settle`). If the registered chunk is forgotten before that, the private chunk is registered. The
+pages of a running turn never change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ContentIndex:
     def __init__(self, chunk_tokens: int) -> None:
         self._size = chunk_tokens
         self._chunks: dict[bytes, Chunk] = {}
-        # Private chunks with the content of a registered one, with their generations.
+        # Private chunks with the content of a registered chunk, and their generations.
         self._private: dict[bytes, dict[Chunk, int]] = {}
         self.num_lookups = 0
         # Called with the number of each successful lookup and its result; a journal records both.
@@ -77,8 +77,8 @@ class ContentIndex:
             else:
                 self._private.setdefault(identity, {})[other] = generation
 
-    def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
-        """Return who holds the longest known beginning of the turn's context.
+    def find_for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
+        """Return the conversation with the longest known beginning of the turn's context.
 
         Returns None if the turn's own conversation already holds as many whole chunks. At least one token is
         left for the turn to compute.
@@ -95,12 +95,12 @@ class ContentIndex:
             last = chunk
         if last is None:
             return None
-        return self._noted(conversation, self._with_tail(turn, last))
+        return self._accept(conversation, self._with_tail(turn, last))
 
-    def for_ended(self, conversation: CachedConversation, has_twins: bool) -> Found | None:
-        """Return who holds registered chunks with the same content as private chunks of this conversation.
+    def find_for_ended(self, conversation: CachedConversation, has_twins: bool) -> Found | None:
+        """Return a conversation whose registered chunks equal private chunks of the ended conversation.
 
-        Without `has_twins`, it has no such chunks.
+        Without `has_twins`, the ended conversation has no such chunks.
         """
         if conversation.identities is None:
             return None
@@ -124,7 +124,7 @@ class ContentIndex:
         assert found.branch is not None
         holder = next(iter(found.branch.holders))
         found_tokens = (found.index + 1) * self._size
-        return self._noted(conversation, Found(holder, found_tokens))
+        return self._accept(conversation, Found(holder, found_tokens))
 
     def check(self) -> None:
         for identity, chunk in self._chunks.items():
@@ -154,8 +154,8 @@ class ContentIndex:
                     best = Found(holder, start + count)
         return best
 
-    def _noted(self, conversation: CachedConversation, found: Found) -> Found | None:
-        """Return `found`; None if the conversation would lose a registered chunk or KV."""
+    def _accept(self, conversation: CachedConversation, found: Found) -> Found | None:
+        """Note and return `found`; None if the conversation would lose a registered chunk or KV."""
         pairs = zip(conversation.chunks(), found.holder.chunks(), strict=False)
         for own, other in islice(
             pairs, min(found.num_tokens, conversation.num_tokens) // self._size
@@ -166,6 +166,8 @@ class ContentIndex:
         return found
 
 
-def _num_common(one: array[int], other: array[int]) -> int:
+def _num_common(first: array[int], second: array[int]) -> int:
     """Return the length of the common beginning of two short arrays."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )

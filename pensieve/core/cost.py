@@ -2,7 +2,7 @@
 
 **A chunk** after a context of l tokens costs  cost_attention(l) + c.  The cost of attention is known at
 context lengths that are powers of two. Between them it is interpolated linearly. After the last one it is
-extrapolated along the last segment. The constant c is the cost of the rest, which does not depend on l.
+extrapolated along the last segment. The constant c is the cost of everything else. It does not depend on l.
 
 Policies sort chunks into value classes by this cost (`CostSteps`, `value_class_at`). From one value class to
 the next, the cost rises by the factor `value_class_ratio`. The value class of a chunk is log(cost / cost of
@@ -83,7 +83,7 @@ class CostProfile:
         points = tuple(sorted(attention_seconds.items()))
         return cls(points, other_seconds, measured=True, copy_seconds=copy_seconds)
 
-    def of_chunks(self, scale: float) -> CostProfile:
+    def scaled(self, scale: float) -> CostProfile:
         """Return the profile for chunks that are `scale` times as large."""
         return CostProfile(
             tuple((context, scale * seconds) for context, seconds in self.attention_seconds),
@@ -139,7 +139,7 @@ class CostSteps(dict[int, float]):
 
 
 def value_class_at(steps: float, num_value_classes: int) -> int:
-    """Return the value class that is `steps` above class 0, rounded down and clipped to the existing ones."""
+    """Return the value class that is `steps` above class 0, rounded down and limited to existing classes."""
     return min(max(int(steps), 0), num_value_classes - 1)
 
 
@@ -154,7 +154,7 @@ class Work(NamedTuple):
     keys: int
     decodes: int = 0
 
-    def and_piece(self, start: int, stop: int) -> Work:
+    def plus_slice(self, start: int, stop: int) -> Work:
         """Return this work plus the slice [start, stop)."""
         tokens, pairs, keys, decodes = work_of([(start, stop)])
         return Work(

@@ -244,7 +244,7 @@ class Eviction:
     ) -> tuple[float, Chunk] | None:
         """Return a dirty chunk that may also be dropped without a copy and is worth less than `found`.
 
-        If there is such a chunk, the found chunk loses its mark.
+        If there is such a chunk, the chunk of `found` is unmarked.
         """
         value, chunk = found
         if not chunk.marked_to_drop or (other := self._dirty.least(now)) is None:
@@ -458,7 +458,7 @@ class EvictionEvent(NamedTuple):
     at: float
     conversation_ids: tuple[str, ...]  # some of the holders
     chunk_index: int
-    what: str  # a key of DESCRIPTIONS
+    reason: str  # a key of DESCRIPTIONS
     value: float | None = None  # retention value of the chunk
     kept_value: float | None = None  # retention value of the chunk that was kept instead
 
@@ -486,14 +486,15 @@ class EvictionLog:
         self,
         chunk: Chunk,
         now: float,
-        what: str,
+        reason: str,
         value: float | None = None,
         kept_value: float | None = None,
     ) -> None:
         if chunk.branch is not None:
             names = (holder.conversation_id for holder in reversed(chunk.branch.holders))
-            some = tuple(islice(names, HOLDERS_NAMED_MAX))
-            self._events.append(EvictionEvent(now, some, chunk.index, what, value, kept_value))
+            holders = tuple(islice(names, HOLDERS_NAMED_MAX))
+            event = EvictionEvent(now, holders, chunk.index, reason, value, kept_value)
+            self._events.append(event)
 
     def lines_of(self, conversation_id: str, now: float) -> list[tuple[float, str]]:
         """Return (seconds ago, sentence), the latest last; events at the same moment share a sentence."""
@@ -502,7 +503,7 @@ class EvictionLog:
         for event in self._events:
             if conversation_id not in event.conversation_ids:
                 continue
-            if group and (event.at, event.what) != (group[0].at, group[0].what):
+            if group and (event.at, event.reason) != (group[0].at, group[0].reason):
                 lines.append((now - group[0].at, _sentence(group)))
                 group = []
             group.append(event)
@@ -513,8 +514,8 @@ class EvictionLog:
 
 def _sentence(group: list[EvictionEvent]) -> str:
     first, last = group[0].chunk_index, group[-1].chunk_index
-    which = f"chunk {first}" if len(group) == 1 else f"{len(group)} chunks, {first} to {last},"
-    text = f"{which} {DESCRIPTIONS[group[0].what]}"
+    subject = f"chunk {first}" if len(group) == 1 else f"{len(group)} chunks, {first} to {last},"
+    text = f"{subject} {DESCRIPTIONS[group[0].reason]}"
     value, kept_value = group[-1].value, group[-1].kept_value
     if value is not None and kept_value is not None:
         text += f" (retention value {value:.3g}; the chunk kept instead: {kept_value:.3g})"

@@ -18,7 +18,7 @@ While two shares wait, they get tokens in proportion to their weights. Turns tha
 sample, which can shift this ratio. The order also applies to the further tokens of prefills that have begun.
 
 **Within a share**, turns wait in lines, first come, first served. Each priority has two lines: one for short
-prompts, which fit into an iteration, and one for longer prompts. Higher priorities go first. Within a
+prompts, which fit into an iteration, and one line for longer prompts. Higher priorities go first. Within a
 priority, short prompts go first. So a document of a hundred thousand tokens does not block other messages,
 even if the document does not fit into memory. A line is overdue if too many turns that arrived later were
 admitted from other lines. Then its first turn is next. The limits are:
@@ -121,7 +121,7 @@ class FairQueue:
     """The turns that wait for their first iteration. Remembers every share that ever had a turn."""
 
     def __init__(self, short_tokens_max: int, first_come: bool = False) -> None:
-        """`short_tokens_max`: the most new tokens of a short prompt."""
+        """`short_tokens_max`: the maximum number of new tokens of a short prompt."""
         self._short_tokens_max = short_tokens_max
         self._first_come = first_come
         self._shares: dict[str, Share] = {}
@@ -150,7 +150,7 @@ class FairQueue:
         may_run: Callable[[Turn], bool],
         excluded: Collection[Turn] = (),
     ) -> Turn | None:
-        """Return the next waiting turn that may run: of the highest level in the share that has used least.
+        """Return the next waiting turn that may run: the highest level of the share with the lowest counter.
 
         `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, except
         if it was suspended because its time was used up (`Turn.moved_back`). If a share's first suspended
@@ -214,7 +214,7 @@ class FairQueue:
         self._shares[turn.share].num_turns -= 1
 
     def used(self, turn: Turn) -> float:
-        """Return what the turn's share has used."""
+        """Return the counter of the turn's share."""
         return self._shares[turn.share].used
 
     def charge(self, name: str, num_tokens: int) -> None:
@@ -240,8 +240,8 @@ class FairQueue:
 
     def precedes_prefills(self, turn: Turn, started: Iterable[Turn]) -> bool:
         """Whether a turn goes before all begun prefills of its share."""
-        own, same = self.prefill_order(turn), turn.share
-        return all(own < self.prefill_order(each) for each in started if each.share == same)
+        own, share = self.prefill_order(turn), turn.share
+        return all(own < self.prefill_order(each) for each in started if each.share == share)
 
     def check(self, num_all: int) -> None:
         """Check the invariants; `num_all` is the number of turns that have not ended."""
@@ -259,8 +259,8 @@ class FairQueue:
                 assert {self.line_of(turn) for turn in waiting} == {line}, (
                     f"a turn of share {name!r} waits in the wrong line"
                 )
-                found = [turn.arrival for turn in waiting]
-                assert found == sorted(found), f"the turns of share {name!r} are out of order"
+                arrivals = [turn.arrival for turn in waiting]
+                assert arrivals == sorted(arrivals), f"the turns of share {name!r} are out of order"
                 num_turns += len(waiting)
         assert num_turns == self._num_turns, "turns that wait are miscounted"
         num_tokens = sum(turn.num_new_tokens for turn in self if not turn.is_background)

@@ -17,7 +17,7 @@ still cached.
 
     A request is waiting, active or done.
     A group whose prefix is not computed has at most one active request, the opener.
-    A request that stopped without a result (`returned`) is submitted again, before later requests.
+    A request that stopped without a result (`take_back`) is submitted again, before later requests.
 
 **The limit is memory, not a number of requests** (the paper's algorithm 2). The plan counts the pages of the
 prefixes of groups with active requests. For each active request, it also counts the request's own part: the
@@ -175,7 +175,7 @@ class GroupFeed:
         assert found.prefix_tokens, f"group {group} has no prefix"
         assert found.num_active, f"group {group} computes nothing"
         if not found.is_open:
-            self._close(found)
+            self._clear_opener(found)
             found.is_open = True
             self._make_ready(found)
 
@@ -190,7 +190,7 @@ class GroupFeed:
         if not group.num_left and group.prefix_tokens:
             self._dropped.append(group.index)
 
-    def returned(self, request: int) -> None:
+    def take_back(self, request: int) -> None:
         """Take back a request that stopped without a result. It is submitted again."""
         group = self._deactivate(request)
         insort(group.waiting, request, key=lambda each: -each)
@@ -244,14 +244,14 @@ class GroupFeed:
         self._planned_pages -= self._planned.pop(request)
         group.num_active -= 1
         if group.opener == request:
-            self._close(group)
+            self._clear_opener(group)
             self._make_ready(group)
         if not group.num_active:
             self._planned_pages -= self._prefix_pages(group)
             group.is_open = False
         return group
 
-    def _close(self, group: _Group) -> None:
+    def _clear_opener(self, group: _Group) -> None:
         """Note that the group is no longer opening."""
         if group.opener is not None:
             group.opener = None
@@ -278,21 +278,23 @@ class GroupFeed:
         pages, ready = sum(active.values()), set(self._ready)
         coming_pages = 0
         for group in self._groups:
-            of_it = {request for request in active if self._group_of[request] is group}
-            assert group.num_active == len(of_it), "a group's active requests are miscounted"
-            assert group.num_left == len(of_it) + len(group.waiting), (
+            active_members = {request for request in active if self._group_of[request] is group}
+            assert group.num_active == len(active_members), (
+                "a group's active requests are miscounted"
+            )
+            assert group.num_left == len(active_members) + len(group.waiting), (
                 "a group's unfinished requests are miscounted"
             )
             assert group.waiting == sorted(group.waiting, reverse=True), "out of order"
-            assert group.opener is None or of_it == {group.opener}, (
+            assert group.opener is None or active_members == {group.opener}, (
                 "other requests are active before the prefix is computed"
             )
-            assert not group.is_open or of_it, "a group without active requests is open"
+            assert not group.is_open or active_members, "a group without active requests is open"
             if group.prefix_tokens and not group.is_open:
-                assert of_it <= {group.opener}, (
+                assert active_members <= {group.opener}, (
                     "other requests are active before the prefix is computed"
                 )
-            if of_it:
+            if active_members:
                 pages += self._prefix_pages(group)
             if group.opener is not None:
                 coming_pages += group.own_pages

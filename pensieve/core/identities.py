@@ -1,9 +1,9 @@
 """Identities of chunks: digests of everything that the KV of a chunk depends on.
 
 The KV of a chunk depends on all tokens up to its end. Its identity is a digest of its tokens and of the
-identity before it. Before the first identity comes the *root*. The root names everything else that the KV
-depends on. It also names whoever must not share KV with others, for example the tenant. So chunks with the
-same identity have the same KV.
+previous chunk's identity. Before the first identity comes the *root*. The root names everything else that the
+KV depends on. It also names the owner that shares KV with no other owner, for example the tenant. So chunks
+with the same identity have the same KV.
 
     root ──> identity of chunk 0 ──> identity of chunk 1 ──> …
 
@@ -32,11 +32,11 @@ class Identities:
     def extend(self, tokens: array[int]) -> None:
         """Add the identities of the whole chunks of `tokens`, which is the sequence from its beginning."""
         size, identities = self._size, self.known
-        before = identities[-1] if identities else _digest(self.root.encode())
+        previous = identities[-1] if identities else _digest(self.root.encode())
         packed, step = memoryview(tokens).cast("B"), size * tokens.itemsize
         for start in range(len(identities) * step, len(packed) - step + 1, step):
-            before = _digest(before + packed[start : start + step])
-            identities.append(before)
+            previous = _digest(previous + packed[start : start + step])
+            identities.append(previous)
 
     def cut(self, num_tokens: int) -> None:
         del self.known[num_tokens // self._size :]

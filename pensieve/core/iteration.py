@@ -115,8 +115,8 @@ class PageGroup(NamedTuple):
     first_slice: int
     stop_slice: int
     host_pages: array[int]  # 'i'
-    loaded_slots: array[int]  # 'i': leading slots of each page that are copied in before
-    stored_slots: array[int]  # 'i': leading slots copied back after; 0: none was written
+    loaded_slots: array[int]  # 'i': leading slots of each page, copied in before the slices run
+    stored_slots: array[int]  # 'i': leading slots, copied back afterwards; 0: none was written
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class IterationBuilder:
         self.seconds_added = 0.0  # predicted seconds added by prompts
         self.predicted_seconds = 0.0  # prediction for the whole iteration; 0: unknown
         self._cost, self._copy_seconds = config.cost, config.copy_seconds
-        self._pairs = self._keys = self._num_ones = 0  # see `Work`
+        self._pairs = self._keys = self._num_decode_slices = 0  # of all slices; see `Work`
         self.streamed: dict[int, Turn] = {}  # streamed turns with a slice, by attempt_id
         self.num_staged = 0  # pages of the streamed turns
         self.slices: list[Slice] = []
@@ -107,7 +107,7 @@ class IterationBuilder:
         self.turns.append(turn)
         self._pairs += num_tokens
         self._keys += num_tokens
-        self._num_ones += 1
+        self._num_decode_slices += 1
         start, is_last = num_tokens - 1, num_tokens + 1 >= turn.length_max  # `Turn.ends_at`
         token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
         # Faster than `Slice(...)`. Every generating turn needs a slice.
@@ -147,18 +147,18 @@ class IterationBuilder:
 
     @property
     def work(self) -> Work:
-        return Work(self.num_tokens, self._pairs, self._keys, self._num_ones)
+        return Work(self.num_tokens, self._pairs, self._keys, self._num_decode_slices)
 
     def has_room(self, held_for: Turn | None = None) -> bool:
         """Whether tokens of another prompt fit, after what is held back for an older prefill."""
         left = self.num_tokens_left
         if held_for is not None:
-            if self._within(0, held_for) >= TOKENS_MIN:
+            if self._tokens_allowed(0, held_for) >= TOKENS_MIN:
                 return True
             if self.holds_back or not self._is_narrow:
                 return False
         if left and self.num_tokens > self.num_decodes:
-            return self._within(0) >= min(TOKENS_MIN, left)
+            return self._tokens_allowed(0) >= min(TOKENS_MIN, left)
         return left > 0
 
     @property
@@ -169,9 +169,9 @@ class IterationBuilder:
             two = self._cost.tokens_within(self.seconds_max, 0, two, TOKENS_MIN)
         return two < 2 * TOKENS_MIN
 
-    def _within(self, start: int, held_for: Turn | None = None) -> int:
+    def _tokens_allowed(self, start: int, held_for: Turn | None = None) -> int:
         """Return how many tokens of a prompt the time allows after a context of `start` tokens."""
-        num_held, seconds_held = self._held(held_for) if held_for is not None else (0, 0.0)
+        num_held, seconds_held = self._held_back(held_for) if held_for is not None else (0, 0.0)
         left = max(self.num_tokens_left - num_held, 0)
         if self.seconds_max is None:
             return left
@@ -184,16 +184,16 @@ class IterationBuilder:
         It pays if the iteration then computes more tokens per second. The last piece of a prompt is not cut.
         """
         total = self.num_tokens + num_tokens
-        over = total % self._cost.tile_tokens
-        if not over or num_tokens >= num_missing or num_tokens - over < TOKENS_MIN:
+        excess = total % self._cost.tile_tokens
+        if not excess or num_tokens >= num_missing or num_tokens - excess < TOKENS_MIN:
             return num_tokens
         cut, whole = (
             self._cost.pass_seconds(each, self._pairs, self._keys) / each
-            for each in (total, total - over)
+            for each in (total, total - excess)
         )
-        return num_tokens - over if whole < cut else num_tokens
+        return num_tokens - excess if whole < cut else num_tokens
 
-    def _held(self, turn: Turn) -> tuple[int, float]:
+    def _held_back(self, turn: Turn) -> tuple[int, float]:
         """Return the tokens and seconds of this iteration that are held back for a turn."""
         start, end = turn.frontier, len(turn.tokens) + turn.pending_tokens
         num_tokens = int(HELD_BACK * (self.num_tokens_max - self.num_decodes))
@@ -220,9 +220,9 @@ class IterationBuilder:
 
     def limit(self, num_tokens: int) -> None:
         """Allow at most `num_tokens` more tokens."""
-        over = max(self.num_tokens_left - num_tokens, 0)
-        self.num_tokens_max -= over
-        self.num_tokens_left -= over
+        excess = max(self.num_tokens_left - num_tokens, 0)
+        self.num_tokens_max -= excess
+        self.num_tokens_left -= excess
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
         """Add slices of the turn's missing positions, lowest first, up to the budget.
@@ -231,8 +231,7 @@ class IterationBuilder:
         """
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
-        within = self._within(position, held_for)
-        most = min(self.num_tokens_left, max(within, TOKENS_MIN))
+        most = min(self.num_tokens_left, max(self._tokens_allowed(position, held_for), TOKENS_MIN))
         allowed = left = self._in_whole_tiles(most, turn.num_missing)
         start = None  # start of the current run of missing positions
         while position < end and left:
@@ -286,8 +285,8 @@ class IterationBuilder:
         return self.num_tokens_max - self.num_tokens_left
 
     def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
-        work = self.work.and_piece(start, stop)
-        _, self._pairs, self._keys, self._num_ones = work
+        work = self.work.plus_slice(start, stop)
+        _, self._pairs, self._keys, self._num_decode_slices = work
         self.seconds_added += self._cost.piece_seconds(start, stop)
         return Slice(
             turn.attempt_id,

@@ -39,7 +39,7 @@ class MicroBatches:
         self._chosen: dict[int, int] = {}
         self._num_chosen = 0
 
-    def chosen(
+    def choose(
         self,
         running: Sequence[Turn],
         with_place: Sequence[Turn],
@@ -58,23 +58,23 @@ class MicroBatches:
         self._chosen = {each.attempt_id: self._chosen.get(each.attempt_id, 0) for each in running}
         added = self._added_seconds(generating)
         share, taken = sum(added.values()) / self._stages, 0.0
-        there: set[int] = set()
+        chosen_ids: set[int] = set()
         for turn in sorted(ready, key=lambda each: self._chosen[each.attempt_id]):
             if turn.attempt_id not in added:
-                there.add(turn.attempt_id)  # a prefill
+                chosen_ids.add(turn.attempt_id)  # a prefill
             elif not taken or taken + added[turn.attempt_id] / 2 <= share:
                 taken += added[turn.attempt_id]
-                there.add(turn.attempt_id)
+                chosen_ids.add(turn.attempt_id)
                 self._num_chosen += 1
                 self._chosen[turn.attempt_id] = self._num_chosen
-        return [turn for turn in ready if turn.attempt_id in there]
+        return [turn for turn in ready if turn.attempt_id in chosen_ids]
 
     def _added_seconds(self, turns: Sequence[Turn]) -> dict[int, float]:
         """Predict the seconds that each turn adds to an iteration, by attempt_id; all are positive."""
         predict, most = self._cost.pass_seconds, len(turns)
-        of_a_token = (predict(most, 0, 0, most) - predict(1, 0, 0, 1)) / max(most - 1, 1)
+        token_seconds = (predict(most, 0, 0, most) - predict(1, 0, 0, 1)) / max(most - 1, 1)
         added = {
-            each.attempt_id: of_a_token
+            each.attempt_id: token_seconds
             + self._cost.attention_seconds(len(each.tokens), len(each.tokens))
             for each in turns
         }
@@ -117,10 +117,10 @@ class StageTimes:
         """Note that the oldest iteration has left the last stage; return its seconds per stage."""
         at, _ = self._uncommitted.popleft()
         num_stages = len(self._free)
-        ways = [(at, num_stages)]
-        ways += [(free, num_stages - index) for index, free in enumerate(self._free)]
-        seconds = max(min((now - begin) / number for begin, number in ways), 0.0)
-        self._free = self._left(self._free, at, seconds)
+        bounds = [(at, num_stages)]  # (time, number of stages that are passed from this time on)
+        bounds += [(free, num_stages - index) for index, free in enumerate(self._free)]
+        seconds = max(min((now - begin) / number for begin, number in bounds), 0.0)
+        self._free = self._leave_times(self._free, at, seconds)
         self._free[-1] = now
         return seconds
 
@@ -133,23 +133,24 @@ class StageTimes:
         free, num_stages = self._free, len(self._free)
         leaves = [min(since, now)]  # for each iteration: when its turns had their last tokens
         for at, seconds in self._uncommitted:
-            free = self._left(free, at, seconds)
+            free = self._leave_times(free, at, seconds)
             leaves.append(max(free[-1], now))
         begins = [now, *islice(leaves, 1, None)]
         most = float("inf")
         for behind, last in enumerate(leaves):
             until = last + limit
-            ways = [(at, num_stages - index + behind) for index, at in enumerate(free)]
-            ways += [
+            bounds = [(at, num_stages - index + behind) for index, at in enumerate(free)]
+            bounds += [
                 (at, num_stages + behind - number) for number, at in enumerate(begins[: behind + 1])
             ]
-            most = min(most, *((until - begin) / number for begin, number in ways))
+            most = min(most, *((until - begin) / number for begin, number in bounds))
         return max(most, 0.0)
 
     @staticmethod
-    def _left(free: list[float], at: float, seconds: float) -> list[float]:
-        found = []
+    def _leave_times(free: list[float], at: float, seconds: float) -> list[float]:
+        """Return when an iteration that is planned at `at` leaves each stage."""
+        leave_times = []
         for each in free:
             at = max(at, each) + seconds
-            found.append(at)
-        return found
+            leave_times.append(at)
+        return leave_times

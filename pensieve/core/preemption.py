@@ -106,19 +106,19 @@ class Preemption:
 
     def victims(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
         """Return the running turns that give way; `first` is the next waiting turn."""
-        before, self.claimant = self.claimant, None
-        turn = before if before is not None and not self._outranks(first, before) else first
-        if turn is None or (turn is not before and not self._may_give(turn, running)):
+        former, self.claimant = self.claimant, None
+        turn = former if former is not None and not self._outranks(first, former) else first
+        if turn is None or (turn is not former and not self._can_give_way(turn, running)):
             return []
         num_pages, pages_left = self._cache.room_beside(running)(turn)
-        spare = self._cache.config.reserve_pages if turn is not before else 0
+        spare = self._cache.config.reserve_pages if turn is not former else 0
         fits = num_pages <= pages_left and self._has_room_for(turn, running)
         chosen: list[Turn] = []
         if not fits or num_pages + spare > pages_left:
-            chosen = self._chosen(turn, running, num_pages, num_pages + spare - pages_left, spare)
+            chosen = self._choose(turn, running, num_pages, num_pages + spare - pages_left, spare)
         if any(each.is_background for each in chosen):
             chosen += [each for each in running if each.is_background and each not in chosen]
-        if chosen or (turn is before and fits):
+        if chosen or (turn is former and fits):
             self.claimant = turn
         return chosen
 
@@ -129,7 +129,7 @@ class Preemption:
             return first.level > claimant.level
         return self._used(first) < self._used(claimant)
 
-    def _may_give(self, waiting: Turn, running: Collection[Turn]) -> bool:
+    def _can_give_way(self, waiting: Turn, running: Collection[Turn]) -> bool:
         return any(each.share != waiting.share or self._is_below(each, waiting) for each in running)
 
     def _is_below(self, turn: Turn, waiting: Turn) -> bool:
@@ -138,7 +138,7 @@ class Preemption:
             return True
         return waiting.level == turn.level and 0 < self._time_share <= turn.outputs_since
 
-    def _chosen(
+    def _choose(
         self, waiting: Turn, running: Collection[Turn], num_pages: int, pages_over: int, spare: int
     ) -> list[Turn]:
         """Return the victims for a turn that lacks `pages_over` pages, `spare` of which are optional."""
@@ -146,14 +146,15 @@ class Preemption:
         left = {turn.attempt_id: turn for turn in running}
         if by_pages:  # streamed turns hold no device pages
             running = [turn for turn in running if not turn.streamed]
-        held = _held(running, by_pages)
+        held = _holdings(running, by_pages)
         would_hold = (num_pages if by_pages else 1) / waiting.weight + held.get(waiting.share, 0.0)
         used = self._used(waiting)
 
         def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
             """Sort key of victims. The greatest is chosen first: warms, lowest level, most tokens, latest."""
-            had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
-            return turn.warm, -turn.level, had, turn.arrival
+            shares_time = self._time_share and turn.level == waiting.level
+            num_tokens = turn.outputs_since if shares_time else 0
+            return turn.warm, -turn.level, num_tokens, turn.arrival
 
         by_share: dict[str, list[Turn]] = {}  # the first victim is last
         for turn in sorted(running, key=goes_after):
@@ -195,7 +196,7 @@ def turn_to_suspend(running: Collection[Turn]) -> Turn:
     The order is: background turns, warms, turns of the share that holds most. Of several such turns, the
     latest turn of the lowest level is chosen.
     """
-    held = _held(running)
+    held = _holdings(running)
     return max(
         running,
         key=lambda turn: (
@@ -205,8 +206,8 @@ def turn_to_suspend(running: Collection[Turn]) -> Turn:
     )
 
 
-def _held(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:
-    """Return the pages (or the number) of each share's running turns, divided by the share's weight."""
+def _holdings(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:
+    """Return the pages (or the number) of each share's running turns, divided by the turns' weights."""
     held: dict[str, float] = {}
     for turn in running:
         taken = (len(turn.chunks) if by_pages else 1) / turn.weight

@@ -65,7 +65,7 @@ def prefix_groups(requests: Sequence[array[int]]) -> list[PrefixGroup]:
     they run early, their decodes share iterations with the prompts of later groups (the paper's equation 4).
     """
     return sorted(
-        _chosen(_tree(requests)),
+        _chosen_groups(_tree(requests)),
         key=lambda group: (group.num_computed(requests), group.members),
     )
 
@@ -84,7 +84,7 @@ def saving_of_tree(requests: Sequence[array[int]]) -> float:
     """
     total = sum(map(len, requests))
     keys = sorted(map(_sortable, requests))
-    saved = sum(_num_common(one, other) for one, other in pairwise(keys))
+    saved = sum(_num_common(first, second) for first, second in pairwise(keys))
     return saved / total if total else 0.0
 
 
@@ -142,13 +142,13 @@ def _sortable(request: array[int]) -> bytes:
     return swapped.tobytes()
 
 
-def _num_common(one: bytes, other: bytes) -> int:
+def _num_common(first: bytes, second: bytes) -> int:
     """Return the length of the common prefix in tokens."""
-    least, most = 0, min(len(one), len(other)) // TOKEN_BYTES
+    least, most = 0, min(len(first), len(second)) // TOKEN_BYTES
     while least < most:
         middle = (least + most + 1) // 2
         part = slice(least * TOKEN_BYTES, middle * TOKEN_BYTES)
-        if one[part] == other[part]:
+        if first[part] == second[part]:
             least = middle
         else:
             most = middle - 1
@@ -173,13 +173,13 @@ class _Cost:
     slope_at_zero: int
     corners: list[tuple[float, int]]  # ascending: (depth, increase of the slope at this depth)
 
-    def lower(self, top: int) -> None:
+    def restrict(self, top: int) -> None:
         """Restrict the function to depths up to `top`."""
         while self.corners and self.corners[-1][0] > top:
-            where, bend = self.corners.pop()
-            self.at_top += self.slope_at_top * (self.top - where)
+            position, bend = self.corners.pop()
+            self.at_top += self.slope_at_top * (self.top - position)
             self.slope_at_top -= bend
-            self.top = where
+            self.top = position
         self.at_top += self.slope_at_top * (self.top - top)
         self.top = top
 
@@ -197,21 +197,21 @@ class _Cost:
         """Limit the cost to `most`; return the depth from which the cost is less."""
         if most > self.at_zero - 0.5:  # both are whole numbers, up to rounding
             return 0.0
-        where, cost, slope, num_gone = 0.0, self.at_zero, self.slope_at_zero, 0
+        position, cost, slope, num_removed = 0.0, self.at_zero, self.slope_at_zero, 0
         for corner, bend in self.corners:
-            at_corner = cost - slope * (corner - where)
+            at_corner = cost - slope * (corner - position)
             if at_corner <= most:
                 break
-            where, cost, slope = corner, at_corner, slope + bend
-            num_gone += 1
+            position, cost, slope = corner, at_corner, slope + bend
+            num_removed += 1
         most = round(most)
-        threshold = where + (cost - most) / slope
-        self.corners[:num_gone] = [(threshold, slope)]
+        threshold = position + (cost - most) / slope
+        self.corners[:num_removed] = [(threshold, slope)]
         self.at_zero, self.slope_at_zero = most, 0
         return threshold
 
 
-def _chosen(root: _Node) -> list[PrefixGroup]:
+def _chosen_groups(root: _Node) -> list[PrefixGroup]:
     _find_thresholds(root)
     groups: list[PrefixGroup] = []
     members: dict[int, list[int]] = {}  # by number of the chosen node
@@ -247,10 +247,10 @@ def _find_thresholds(root: _Node) -> None:
         if cost is None:
             cost = _Cost(depth, 0.0, 0, 0.0, 0, [])
         else:
-            cost.lower(depth)
+            cost.restrict(depth)
         for part in parts:
             if part is not cost:
-                part.lower(depth)
+                part.restrict(depth)
                 cost.add(part)
         cost.slope_at_top += count
         cost.slope_at_zero += count

@@ -344,11 +344,11 @@ class BranchListener(Protocol):
 
 def _ancestors(branch: Branch | None) -> list[Branch]:
     """Return a branch and all branches above it, the lowest first."""
-    found = []
+    ancestors = []
     while branch is not None:
-        found.append(branch)
+        ancestors.append(branch)
         branch = branch.parent
-    return found
+    return ancestors
 
 
 class PrefixTree:

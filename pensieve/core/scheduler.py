@@ -138,9 +138,7 @@ class Scheduler:
 
     def submit(self, turn: Turn, now: float) -> None:
         assert turn.attempt_id not in self._turns, f"turn {turn.attempt_id} was submitted twice"
-        assert turn.warm or turn.prompt_end > turn.history_tokens, (
-            "a turn brings at least one token"
-        )
+        assert turn.warm or turn.prompt_end > turn.history_tokens, "a turn adds at least one token"
         assert turn.prompt_end == len(turn.tokens)
         self._num_arrivals += 1
         self.cache.find(turn, now)
@@ -230,7 +228,7 @@ class Scheduler:
         """Suspend running turns if the next turn is entitled to their places."""
         if self.preemption.is_impossible(self.suspended):
             return
-        running = self._with_place()
+        running = self._turns_with_place()
         started = [turn for turn in running if turn.is_prefill]
 
         def may_claim(turn: Turn) -> bool:
@@ -250,7 +248,7 @@ class Scheduler:
         """Suspend the streamed turns that must stop, or one streamed turn that fits the device again."""
         if (streaming := self.streaming) is None:
             return
-        running = self._with_place()
+        running = self._turns_with_place()
         for turn in streaming.turns_to_stop(running, self._has_interactive):
             self._suspend(turn, now)
         streaming.required_pages = 0
@@ -272,7 +270,7 @@ class Scheduler:
         running = sorted(self.running.values(), key=QUEUE_ORDER)
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
-            running = self.micro_batches.chosen(running, with_place, builder, background)
+            running = self.micro_batches.choose(running, with_place, builder, background)
         releasing, has_background = self._releasing, self._num_background > 0
         for turn in running:
             # `_has_place` and `Turn.is_prefill`, without the calls: every generating turn comes here.
@@ -330,11 +328,11 @@ class Scheduler:
                 continue
             if turn is None:
                 break
-            if blocked.defers(turn):
+            if blocked.defer(turn):
                 continue
             admission = self._admit(turn, now, builder.filled_before)
             if isinstance(admission, PageReservation):
-                blocked.passed()
+                blocked.count_pass()
                 builder.admit(admission)
                 self.queued.charge(turn.share, builder.fill(turn, oldest_prefill(turn, started)))
             elif admission is not None and turn.warm:
@@ -381,13 +379,13 @@ class Scheduler:
             reserve = self.cache.config.swap_out_mark_pages
         if turn.is_background and self.streaming is not None:
             reserve += self.streaming.required_pages
-        found: PageReservation | Shortage | None
+        admission: PageReservation | Shortage | None
         if streamed:
-            found = self.cache.begin_streamed(turn, now, filled_before)
+            admission = self.cache.begin_streamed(turn, now, filled_before)
         else:
-            found = self.cache.begin(turn, now, reserve, filled_before)
-        if not isinstance(found, PageReservation):
-            return found
+            admission = self.cache.begin(turn, now, reserve, filled_before)
+        if not isinstance(admission, PageReservation):
+            return admission
         self.counters.streamed += streamed
         if turn.state is not TurnState.QUEUED:
             self.counters.resumptions += 1
@@ -401,18 +399,18 @@ class Scheduler:
                     *(options.constraint, options.continues_text),
                 )
             )
-            turn.first_admitted(found.device_tokens, found.host_tokens, now)
+            turn.set_usage(admission.device_tokens, admission.host_tokens, now)
         self.preemption.began(turn)
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
         turn.move_to(TurnState.RUNNING)
         self.running[turn.attempt_id] = turn
-        if found.copied is not None:
+        if admission.copied is not None:
             # If a turn that wrote to the source chunk fails, the copied chunk is discarded, too.
-            source, target = found.copied
+            source, target = admission.copied
             for writer in self._turns.values():
                 if source in writer.written:
                     writer.written[target] = None
-        return found
+        return admission
 
     def _plan_streamed(self, builder: IterationBuilder, blocked: BlockedTurns, now: float) -> None:
         """Admit turns for which the device has no room, as long as streaming their contexts pays."""
@@ -426,8 +424,8 @@ class Scheduler:
         waiting = self.suspended, self.queued
         running = self.running.values()
         for turn in streaming.turns_to_admit(*waiting, running, builder, blocked.background):
-            found = self._admit(turn, now, builder.filled_before, streamed=True)
-            if isinstance(found, PageReservation):
+            admission = self._admit(turn, now, builder.filled_before, streamed=True)
+            if isinstance(admission, PageReservation):
                 self.queued.charge(turn.share, builder.fill(turn))
 
     def _plan_background(
@@ -493,7 +491,7 @@ class Scheduler:
         """Whether a turn runs and is not releasing its pages."""
         return turn.state is TurnState.RUNNING and turn.attempt_id not in self._releasing
 
-    def _with_place(self) -> list[Turn]:
+    def _turns_with_place(self) -> list[Turn]:
         return [turn for turn in self.running.values() if self._has_place(turn)]
 
     @property
@@ -505,8 +503,8 @@ class Scheduler:
         """Whether a turn waits. If there are interactive turns, background turns do not count."""
         if not self._has_interactive:
             return bool(self.suspended) or len(self.queued) > 0
-        resting = any(not turn.is_background for turn in self.suspended)
-        return resting or self.queued.num_prompt_tokens > 0
+        is_suspended = any(not turn.is_background for turn in self.suspended)
+        return is_suspended or self.queued.num_prompt_tokens > 0
 
     # -- commit --
 
@@ -608,7 +606,7 @@ class Scheduler:
             self._release(turn, now)
 
     def _finish(self, turn: Turn, reason: FinishReason, now: float) -> None:
-        """End the turn; its pages are released when no slice of it is uncommitted."""
+        """End the turn; its pages are released when it has no uncommitted slice."""
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
@@ -624,8 +622,8 @@ class Scheduler:
 
     def _release(self, turn: Turn, now: float) -> None:
         """Give up the pages of a turn that is suspended or has ended."""
-        was = turn.state
-        if was is TurnState.RUNNING:
+        former_state = turn.state
+        if former_state is TurnState.RUNNING:
             del self.running[turn.attempt_id]
             keep = len(turn.tokens) + 1 if turn.log_tokens is None else turn.log_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
@@ -637,24 +635,24 @@ class Scheduler:
             turn.move_to(TurnState.SUSPENDED)
             insort(self.suspended, turn, key=resume_order)
             return
-        if was is TurnState.SUSPENDED:
+        if former_state is TurnState.SUSPENDED:
             self.suspended.remove(turn)
-        elif was is TurnState.QUEUED:
+        elif former_state is TurnState.QUEUED:
             self.queued.remove(turn)
         turn.move_to(TurnState.FINISHED)
         self.queued.end(turn)
         turn.written.clear()
         del self._turns[turn.attempt_id]
         self._num_background -= turn.is_background
-        if was is not TurnState.RUNNING and turn.log_tokens is not None:
+        if former_state is not TurnState.RUNNING and turn.log_tokens is not None:
             # A turn that was never admitted computed nothing. If the cache has KV after that turn's history,
-            # a turn that was not recorded left the KV. Discard it: the log may now continue differently.
+            # the KV is from a turn that was not recorded. Discard it: the log may now continue differently.
             admitted = turn.usage.admitted_at is not None
             if turn.is_temporary and admitted:
                 self.cache.keep_found(turn, now)
             else:
-                known = turn.log_tokens if admitted else turn.history_tokens
-                self.rewind(turn.conversation_id, min(turn.log_tokens, known), now)
+                kept = turn.log_tokens if admitted else turn.history_tokens
+                self.rewind(turn.conversation_id, min(turn.log_tokens, kept), now)
         self._carry_out_pending(turn.conversation_id, now)
 
     def _carry_out_pending(self, conversation_id: str, now: float) -> None:
@@ -725,10 +723,10 @@ class BlockedTurns:
         if not self.turns and shortage is not None:
             self.required_pages = shortage.required_pages
         self.turns.append(turn)
-        is_passed = turn.state is TurnState.QUEUED and not is_claimant and shortage is not None
-        self.may_admit = is_passed and self._may_pass()
+        may_be_passed = turn.state is TurnState.QUEUED and not is_claimant and shortage is not None
+        self.may_admit = may_be_passed and self._may_pass()
 
-    def defers(self, turn: Turn) -> bool:
+    def defer(self, turn: Turn) -> bool:
         """Add a turn that needs a swap-in, if other turns are blocked; return whether it was added."""
         if not self.turns or not self._cache.needs_swap_in(turn):
             return False
@@ -736,7 +734,7 @@ class BlockedTurns:
         self.may_admit = turn.state is TurnState.QUEUED and self._may_pass()
         return True
 
-    def passed(self) -> None:
+    def count_pass(self) -> None:
         """Count that another turn was admitted before the blocked turns."""
         for turn in self.turns:
             turn.num_passed += 1

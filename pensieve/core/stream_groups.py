@@ -1,6 +1,6 @@
 """Divide the streamed turns of an iteration into groups. The turns of a group attend together.
 
-The pages of a group must fit into a staging arena. `packed` chooses the turns of each group and the order of
+The pages of a group must fit into a staging arena. `pack` chooses the turns of each group and the order of
 the groups. Turns that begin with the same chunks stay together if an arena can hold them, so that shared
 chunks are copied once.
 
@@ -28,14 +28,14 @@ from pensieve.core.turn import Turn
 
 PACK_EVERY = 512
 CHANGED_SHARE = 0.5
-MENDED_TWICE = 2  # once for added and removed turns, once for contexts that have grown
+MENDS_MAX = 2  # once for added and removed turns, once for contexts that have grown
 GROWING = 8  # a group is full if its free pages are fewer than its turns / GROWING
 SLACK = 1 / 16  # fraction of an arena that is left free when a full group is mended
 MANY_GROUPS = 40  # more groups gain little: the idle time at both ends is 1 / MANY_GROUPS of a lane
 SOME_GROUPS = 12
 FEW_ITEMS = 7  # up to this many items, all divisions are tried: at most 877, in about 8 ms
 FEW_GROUPS = 4  # up to this many groups, all orders are tried
-LOOKED_AT = 16  # items that are tried, the longest first, until one fits into the group
+ITEMS_TRIED_MAX = 16  # items that are tried, the longest first, until one fits into the group
 PathOf = Callable[[Turn], list[Branch]]
 
 
@@ -53,7 +53,7 @@ class StreamGroups:
         self._sizes: list[int] = []  # number of pages of each group in the previous iteration
         self._age = self._num_changed = 0  # iterations, and changed turns, since the last packing
 
-    def arranged(
+    def arrange(
         self,
         slices: Sequence[Slice],
         streamed: Mapping[int, Turn],
@@ -63,29 +63,29 @@ class StreamGroups:
         resident: list[Slice] = []
         pieces: dict[int, list[Slice]] = {attempt_id: [] for attempt_id in streamed}
         for piece in slices:
-            of_turn = pieces.get(piece.attempt_id)
-            (resident if of_turn is None else of_turn).append(piece)
+            turn_pieces = pieces.get(piece.attempt_id)
+            (resident if turn_pieces is None else turn_pieces).append(piece)
         self._age += 1
         num_changed_max = CHANGED_SHARE * len(pieces)
         if self._kept and self._age < PACK_EVERY:
             known: dict[tuple[int, ...], _GroupBuilder] = {}
-            for _ in range(MENDED_TWICE):
+            for _ in range(MENDS_MAX):
                 self._mend(streamed, pieces)
-                made = self._made(resident, streamed, pieces, filled_before, known)
+                made = self._make_groups(resident, streamed, pieces, filled_before, known)
                 if self._num_changed > num_changed_max:
                     break
                 if max(self._sizes) <= self._pages_max:
                     return made
         turns = [streamed[attempt_id] for attempt_id in pieces]
-        self._kept = self._packed(turns, pieces, resident)
+        self._kept = self._pack(turns, pieces, resident)
         self._age = self._num_changed = 0
-        return self._made(resident, streamed, pieces, filled_before, {})
+        return self._make_groups(resident, streamed, pieces, filled_before, {})
 
     def _mend(self, streamed: Mapping[int, Turn], pieces: Mapping[int, list[Slice]]) -> None:
         """Adapt the groups to the turns that stream now. This may separate turns that share chunks."""
-        stays = [[each for each in group if each in pieces] for group in self._kept]
-        sizes = [size for size, group in zip(self._sizes, stays, strict=True) if group]
-        groups = [group for group in stays if group]
+        kept = [[each for each in group if each in pieces] for group in self._kept]
+        sizes = [size for size, group in zip(self._sizes, kept, strict=True) if group]
+        groups = [group for group in kept if group]
         loose = pieces.keys() - {each for group in groups for each in group}
         self._num_changed += len(loose) + sum(map(len, self._kept)) - sum(map(len, groups))
         for number, group in enumerate(groups):
@@ -106,7 +106,7 @@ class StreamGroups:
             sizes[number] += num_pages
         self._kept = [group for group in groups if group]
 
-    def _made(
+    def _make_groups(
         self,
         resident: Sequence[Slice],
         streamed: Mapping[int, Turn],
@@ -115,26 +115,26 @@ class StreamGroups:
         known: dict[tuple[int, ...], _GroupBuilder],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
         """Make the groups. `known`: groups already made for this iteration, by their turns."""
-        arranged, made = list(resident), []
+        ordered, made = list(resident), []
         for attempt_ids in map(tuple, self._kept):
             group = known.get(attempt_ids)
             if group is None:
                 group = known[attempt_ids] = _GroupBuilder(self, filled_before)
                 for attempt_id in attempt_ids:
                     group.add(streamed[attempt_id], pieces[attempt_id])
-            made.append(group.closed(len(arranged)))
-            arranged += group.slices
+            made.append(group.finish(len(ordered)))
+            ordered += group.slices
         self._sizes = [len(each.host_pages) for each in made]
-        return tuple(arranged), tuple(made)
+        return tuple(ordered), tuple(made)
 
-    def _packed(
+    def _pack(
         self, turns: Sequence[Turn], pieces: Mapping[int, list[Slice]], resident: Sequence[Slice]
     ) -> list[list[int]]:
         """Pack the turns into groups of turn ids."""
         clusters = self._clusters(turns, pieces)
         items = [self._item(cluster, pieces) for cluster in clusters]
         before = self._cost.iteration_seconds((each.start, each.stop) for each in resident)
-        groups = packed(items, self._pages_max, before, self._group_seconds)
+        groups = pack(items, self._pages_max, before, self._group_seconds)
         return [[turn.attempt_id for i in group for turn in clusters[i]] for group in groups]
 
     def _clusters(
@@ -155,7 +155,7 @@ class StreamGroups:
             seen: set[Branch] = set()
             for turn in sharing:
                 path, stop = self.path_of(turn), self.num_pages(pieces[turn.attempt_id])
-                own = sum(_length(each, stop) for each in path if each not in seen)
+                own = sum(_num_chunks(each, stop) for each in path if each not in seen)
                 if own > left:
                     clusters.append([])
                     left, own = self._pages_max, stop
@@ -175,7 +175,7 @@ class StreamGroups:
                 for turn in cluster
                 for branch in self.path_of(turn)
             }
-            num_pages = sum(_length(branch, stop) for branch, stop in stops.items())
+            num_pages = sum(_num_chunks(branch, stop) for branch, stop in stops.items())
         work = work_of(spans)
         attention = self._cost.attention_seconds(work.pairs, work.keys)
         return StreamItem(num_pages, self._copy_seconds * num_pages, attention)
@@ -186,7 +186,7 @@ class StreamGroups:
         if _is_alone(turn):
             return stop
         own = (branch for branch in self.path_of(turn) if len(branch.holders) == 1)
-        return sum(_length(branch, stop) for branch in own)
+        return sum(_num_chunks(branch, stop) for branch in own)
 
     def num_pages(self, pieces: Sequence[Slice]) -> int:
         return -(-pieces[-1].stop // self.size)
@@ -213,7 +213,7 @@ class _GroupBuilder:
             return
         table = array("i")
         for branch in groups.path_of(turn):
-            count = _length(branch, stop)
+            count = _num_chunks(branch, stop)
             if not count:
                 break
             is_shared = len(branch.holders) > 1
@@ -246,7 +246,7 @@ class _GroupBuilder:
             self._loaded.append(before.get(chunk, chunk.filled))
             self._stored.append(chunk.filled if chunk in before else 0)
 
-    def closed(self, first_slice: int) -> PageGroup:
+    def finish(self, first_slice: int) -> PageGroup:
         """Return the group; `first_slice` is the index of its first slice in the iteration."""
         stop_slice = first_slice + len(self.slices)
         return PageGroup(first_slice, stop_slice, self._host_pages, self._loaded, self._stored)
@@ -263,7 +263,7 @@ def _is_alone(turn: Turn) -> bool:
     return first is last and first is not None and len(first.holders) == 1
 
 
-def _length(branch: Branch, stop: int) -> int:
+def _num_chunks(branch: Branch, stop: int) -> int:
     """Return how many of a branch's chunks are among the first `stop` of a context."""
     return max(min(branch.end, stop) - branch.start, 0)
 
@@ -272,7 +272,7 @@ def _length(branch: Branch, stop: int) -> int:
 
 
 class StreamItem(NamedTuple):
-    """A streamed turn, or several that share pages, with its costs in one layer."""
+    """A streamed turn, or several turns that share pages, with the costs in one layer."""
 
     pages: int
     copy_seconds: float  # to copy its pages in and its written slots out
@@ -282,7 +282,7 @@ class StreamItem(NamedTuple):
 Groups = list[list[int]]  # indexes of items
 
 
-def packed(
+def pack(
     items: Sequence[StreamItem],
     pages_max: int,
     before_seconds: float = 0.0,
@@ -301,7 +301,7 @@ def packed(
     attention begin when both have ended. So the copies of a group should take as long as the attention of the
     group before it.
 
-    For few items, all divisions are tried, each in its best order (`_ordered`). For more items, four
+    For few items, all divisions are tried, each in its best order (`_order`). For more items, four
     candidates are tried: groups filled by this rule (`_Filling`), groups filled by this rule after two full
     arenas, each item alone, and all items together.
     """
@@ -311,7 +311,7 @@ def packed(
     num, fewest = len(items), -(-sum(item.pages for item in items) // pages_max)
     if num <= FEW_ITEMS:
         all_divisions = _partitions(num, [item.pages for item in items], pages_max)
-        ordered = (_ordered(each, items, before_seconds, group_seconds) for each in all_divisions)
+        ordered = (_order(each, items, before_seconds, group_seconds) for each in all_divisions)
         return min(ordered, key=lambda found: found[1])[0]
     copying = sum(item.copy_seconds for item in items)
     attention = sum(item.attention_seconds for item in items)
@@ -319,8 +319,8 @@ def packed(
     if group_seconds > 0:  # more groups: less idle time at the ends, but more launches
         most = min(most, int((min(copying, attention) / group_seconds) ** 0.5))
     most = min(num, max(most, fewest))
-    copies_longer = copying > before_seconds + attention + fewest * group_seconds
-    filling = _Filling(items, pages_max, before_seconds, leader=0 if copies_longer else 1)
+    copying_is_longer = copying > before_seconds + attention + fewest * group_seconds
+    filling = _Filling(items, pages_max, before_seconds, leader=0 if copying_is_longer else 1)
     divisions = [
         filling.groups(most),
         filling.groups(min(most, max(fewest, SOME_GROUPS)), full_ahead=2),
@@ -328,7 +328,7 @@ def packed(
     ]
     if fewest == 1:
         divisions.append([list(range(num))])
-    ordered = (_ordered(each, items, before_seconds, group_seconds) for each in divisions)
+    ordered = (_order(each, items, before_seconds, group_seconds) for each in divisions)
     return min(ordered, key=lambda found: found[1])[0]
 
 
@@ -346,7 +346,7 @@ def _partitions(num: int, pages: Sequence[int], pages_max: int) -> Iterator[Grou
 
 
 class _Filling:
-    """Fill groups one by one: the longest item first, then the longest that fits the gap.
+    """Fill groups one by one: the longest item first, then the longest item that fits the gap.
 
     This is figure 9 of the FluidInfer paper. The length of an item in the copy lane is its fraction of all
     copying. Its length in the compute lane is its fraction of all attention. Lane 0 lists the items that are
@@ -398,8 +398,8 @@ class _Filling:
                     factor = max(1.0, last[1] * self._attention_per_copying / gap[0])
                     gap = [gap[0] * factor, gap[1] * factor]
             else:
-                sides, gap = self._following(count, len(groups), lanes, gap, last)
-            was = list(left)
+                sides, gap = self._next_lanes(count, len(groups), lanes, gap, last)
+            left_before = list(left)
             group: list[int] = []
             room = self._pages_max
             while not group or room >= self._pages_min:
@@ -409,7 +409,7 @@ class _Filling:
                     at = len(keys) - 1
                     if group and not is_full:
                         at = bisect_right(keys, gap[lane] * 1.0001) - 1
-                    stop = max(-1, at - LOOKED_AT)
+                    stop = max(-1, at - ITEMS_TRIED_MAX)
                     while at > stop and entries[at][2] > room:
                         at -= 1
                     if at > stop:
@@ -424,11 +424,11 @@ class _Filling:
                 gap[1 - lane] -= other
                 left[lane] -= length
                 left[1 - lane] -= other
-            last = [was[0] - left[0], was[1] - left[1]]
+            last = [left_before[0] - left[0], left_before[1] - left[1]]
             groups.append(group)
         return groups
 
-    def _following(
+    def _next_lanes(
         self,
         count: int,
         at: int,
@@ -436,7 +436,7 @@ class _Filling:
         gap: list[float],
         last: Sequence[float],
     ) -> tuple[tuple[int, ...], list[float]]:
-        """Return the lanes from which the next group is filled, and its gaps."""
+        """Return the lanes from which the next group is filled, and the gaps of this group."""
         leader = self._leader
         if at == 0 and lanes[leader]:
             gap[1 - leader] = 0.0
@@ -485,10 +485,10 @@ def _end(
     return now + last
 
 
-def _ordered(
+def _order(
     groups: Groups, items: Sequence[StreamItem], before: float, group_seconds: float
 ) -> tuple[Groups, float]:
-    """Return the groups in a good order, and its makespan.
+    """Return the groups in a good order, and the makespan of this order.
 
     The order is optimal if there are few groups, or if nothing comes before the first attention.
     """
@@ -518,9 +518,9 @@ def cheapest_order(
     This is the algorithm of Gilmore and Gomory (1964). First, attentions and copies are matched in sorted
     order, which gives the least sum. This matching may consist of several cycles. The cheapest exchanges join
     the cycles into one, which is the order. Exchange k swaps the successors of the k-th and the next
-    attention. If the k-th copy is at least as long as the k-th attention (`lifting`), it is made first, from
-    the highest k to the lowest. The others follow from the lowest k. Member 0 stands for the start and the
-    end: its attention is the gap, and it copies nothing.
+    attention. The exchanges whose k-th copy is at least as long as the k-th attention (`lifting`) are made
+    first, from the highest k to the lowest. The other exchanges follow, from the lowest k to the highest.
+    Member 0 stands for the start and the end: its attention is the gap, and it copies nothing.
     """
     a = [gap, *[attentions[i] for i in members]]
     c = [0.0, *[copies[i] for i in members]]

@@ -52,7 +52,7 @@ class StreamedPages:
     def is_clear_of_streamed(
         self, chunks: Sequence[Chunk], num_tokens: int, filled_before: Mapping[Chunk, int]
     ) -> bool:
-        """Whether a resident turn may use these chunks: no streamed turn is still filling one."""
+        """Whether a resident turn may use these chunks: no streamed turn is still filling a chunk."""
         return all(
             not chunk.branch.num_streamed  # type: ignore[union-attr]
             or filled_before.get(chunk, chunk.filled) >= self._used(chunk, num_tokens)

@@ -23,7 +23,7 @@ previous pause, up to PAUSE_MAX iterations.
 
 **Back to the device.** When no turn waits and pages are available, the largest streamed turn that fits is
 suspended and admitted again with device pages (`turn_to_return`), one turn per iteration. If no streamed turn
-fits, idle pages are made available for the smallest one.
+fits, idle pages are made available for the smallest streamed turn.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Streaming:
         pages_for, claimed = self._room_beside(running), self._reserve_pages
         chosen: list[Turn] = []
         while len(tried) < LOOKED_AT_MAX:
-            rest = (turn for turn in suspended if turn not in tried)
-            if (turn := queued.next_turn(rest, may_stream, tried)) is None:
+            untried = (turn for turn in suspended if turn not in tried)
+            if (turn := queued.next_turn(untried, may_stream, tried)) is None:
                 break
             tried.append(turn)
             num_pages, pages_left = pages_for(turn)
@@ -107,12 +107,12 @@ class Streaming:
                 chosen.append(turn)
         # Turns that wait only for pages keep their places.
         kept = [turn for turn in tried if turn not in chosen]
-        for turn in chosen[: self._how_many(chosen, running)]:
+        for turn in chosen[: self._num_to_admit(chosen, running)]:
             if not (builder.has_room() and self._has_room_for(turn, [*running, *kept])):
                 return
             yield turn
 
-    def _how_many(self, turns: Sequence[Turn], running: Iterable[Turn]) -> int:
+    def _num_to_admit(self, turns: Sequence[Turn], running: Iterable[Turn]) -> int:
         """Return how many of these turns, in order, deliver the most tokens per second."""
         if self._always:
             return len(turns)
@@ -136,15 +136,16 @@ class Streaming:
         If streaming does not pay, all turns must stop. If the objective is missed, one turn must stop. If
         there are interactive turns (`beside_interactive`), all background turns must stop.
         """
-        stops = self._if_it_does_not_pay(running)
+        stops = self._pause_if_unprofitable(running)
         if self._tbt and self.cost.seconds(load_of(running)) > self._tbt:
             streamed = [turn for turn in running if turn.streamed]
-            stops += sorted(streamed, key=QUEUE_ORDER)[-1:]  # one per iteration
+            stops += sorted(streamed, key=QUEUE_ORDER)[-1:]  # one turn per iteration
         if beside_interactive:
             stops += [turn for turn in running if turn.is_background and turn.streamed]
         return list(dict.fromkeys(stops))
 
-    def _if_it_does_not_pay(self, running: Collection[Turn]) -> list[Turn]:
+    def _pause_if_unprofitable(self, running: Collection[Turn]) -> list[Turn]:
+        """Begin a pause and return all streamed turns, if streaming does not pay."""
         if self._paused:
             self._paused -= 1
             return []
@@ -178,14 +179,14 @@ class Streaming:
 
     def arrange(self, builder: IterationBuilder) -> None:
         """Put slices of streamed turns after the others, in groups."""
-        slices, builder.groups = self._groups.arranged(
+        slices, builder.groups = self._groups.arrange(
             builder.slices, builder.streamed, builder.filled_before
         )
         builder.slices = list(slices)
 
     def committed(self, builder: IterationBuilder, seconds: float) -> None:
         """Learn from the time of an iteration with only decodes of interactive turns."""
-        self.cost.took(
+        self.cost.learn(
             StreamLoad(builder.num_decodes, builder.work.keys, builder.num_staged), seconds
         )
 
@@ -239,11 +240,11 @@ class StreamCost:
 
     def seconds(self, load: StreamLoad) -> float:
         if self._factors is None:
-            self._factors = self._fitted()
+            self._factors = self._fit()
         terms = self._terms(load)
         return sum(factor * term for factor, term in zip(self._factors, terms, strict=True))
 
-    def took(self, load: StreamLoad, seconds: float) -> None:
+    def learn(self, load: StreamLoad, seconds: float) -> None:
         """Learn the time of an iteration with this load."""
         if seconds <= 0.0 or not load.num_turns:
             return
@@ -267,13 +268,13 @@ class StreamCost:
             config.copy_seconds * pages,
         )
 
-    def _fitted(self) -> list[float]:
+    def _fit(self) -> list[float]:
         """Fit the factors. Terms whose factor would be negative are left out, the lowest first."""
         products, used = self._products, list(range(len(CONFIGURED)))
         pulls = [PULL * products[i][i] / max(self._counts[i], 1.0) + NEVER_SEEN for i in used]
         factors = [0.0] * len(CONFIGURED)
         while used:
-            found = solved(
+            found = solve(
                 [[products[i][j] + (pulls[i] if i == j else 0.0) for j in used] for i in used],
                 [self._sums[i] + pulls[i] * CONFIGURED[i] for i in used],
             )
@@ -286,7 +287,7 @@ class StreamCost:
         return factors
 
 
-def solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
     """Solve a system whose matrix is symmetric and positive definite, by elimination."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
@@ -295,8 +296,8 @@ def solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[fl
             factor = below[i] / rows[i][i]
             for j in range(i, size + 1):
                 below[j] -= factor * rows[i][j]
-    found = [0.0] * size
+    solution = [0.0] * size
     for i in reversed(range(size)):
-        rest = sum(rows[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (rows[i][size] - rest) / rows[i][i]
-    return found
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution

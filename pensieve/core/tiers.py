@@ -16,7 +16,7 @@ No page is taken while it is in use:
   does not count them.
 * A chunk with a copy in flight (`chunk.in_flight`) is not evicted in any way: no swap-out, reclaim or drop.
   If its last holder is gone, its pages are freed after the last copy has finished.
-* The scheduler gives up the pages of a turn only after every iteration with a slice of it was committed.
+* The scheduler gives up the pages of a turn only after all iterations with slices of the turn are committed.
 
 This module frees pages, and begins and finishes copies. eviction.py and cache.py choose the chunks.
 """
@@ -49,7 +49,7 @@ class CacheConfig:
     swap_out_below: float = 0.25
     reserve: float = 0.10  # fraction of the device pages kept for generating turns
     swap_outs_max: int = 64  # copies started by one iteration
-    staging_pages: int = 0  # pages in each of two arenas for streamed turns; 0: none is streamed
+    staging_pages: int = 0  # pages in each of two arenas for streamed turns; 0: no turn is streamed
 
     def __post_init__(self) -> None:
         if self.device_pages < 2:
@@ -138,7 +138,7 @@ class CacheCounters:
     discarded: int = 0  # computed by a turn that failed
     damaged: int = 0  # host page changed since the copy
     adopted: int = 0  # came from another engine
-    merged: int = 0  # conversations whose private chunks were replaced by equal ones (not chunks)
+    merged: int = 0  # conversations (not chunks) whose private chunks were replaced by equal chunks
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # how many measurements of the time that prompts add are kept
 TYPICAL = 256  # tokens in a typical piece
-PROBE_AFTER = 16  # successive iterations with prompts, before one without
+PROBE_AFTER = 16  # successive iterations with prompts, before an iteration without prompts
 GROWTH = 2.0  # how much the predicted seconds of prompts may grow beyond recent iterations
 # If waiting and begun prompts are predicted to take longer, iterations may have longer pieces.
 BACKLOG_SECONDS = 2.0
@@ -88,12 +88,14 @@ class TimeBudget:
         self._stage_times = StageTimes(config.stages) if config.stages > 1 else None
         self._added_max = config.prompt_seconds_max / config.stages
         self._turns_max = min(config.turns_max, config.batch_tokens_max)
-        self._limits = self._tbt > 0.0 or self._added_max > 0.0
+        self._has_limit = self._tbt > 0.0 or self._added_max > 0.0
         self._predict = config.cost.pass_seconds
         self._seconds_per_token = config.cost.piece_seconds(0, TYPICAL) / TYPICAL  # of prompts
         self._decode_factor: float | None = None  # None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
-        self._num_iterations_with_prompts = 0  # iterations with prompts since the last one without
+        self._num_iterations_with_prompts = (
+            0  # iterations with prompts since the last iteration without
+        )
         self._committed_at = float("-inf")
 
     def limit(
@@ -104,10 +106,10 @@ class TimeBudget:
         `started`: the prefills that have begun. `num_waiting`: tokens of other prompts that wait.
         """
         builder.num_decodes = len(builder.slices)
-        without = builder.predicted() if builder.num_decodes else self._predict(1, 0, 0, 1)
-        builder.predicted_without = without
-        somebody_waits = builder.num_decodes > 0 or builder.others_generate
-        if not self._limits or not somebody_waits or not without:
+        predicted = builder.predicted() if builder.num_decodes else self._predict(1, 0, 0, 1)
+        builder.predicted_without = predicted
+        turns_wait = builder.num_decodes > 0 or builder.others_generate
+        if not self._has_limit or not turns_wait or not predicted:
             return  # no turn waits for the iteration, or the model takes no time
         decode_factor = self._decode_factor
         if decode_factor is None or self._num_iterations_with_prompts >= PROBE_AFTER:
@@ -116,11 +118,11 @@ class TimeBudget:
             num_tokens = num_waiting + sum(turn.num_missing for turn in started)
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
-                allowed = min(allowed, self._longest(now) - decode_factor * without)
+                allowed = min(allowed, self._longest(now) - decode_factor * predicted)
             builder.seconds_max = self._predicted_within(max(allowed, 0.0), decode_factor)
 
     def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
-        """Whether a turn may run beside the running ones.
+        """Whether a turn may run beside the running turns.
 
         It may if fewer than `turns_max` turns run and all of them could generate together within the
         objective. A turn that would miss the objective even alone is also allowed.
@@ -129,13 +131,13 @@ class TimeBudget:
             return False
         if not self._tbt or not running:
             return True
-        alone = len(turn.tokens)
-        num_positions = alone + sum(len(each.tokens) for each in running)
+        num_own = len(turn.tokens)
+        num_positions = num_own + sum(len(each.tokens) for each in running)
         most = self._tbt / (self._decode_factor or 1.0)
         num_turns = -(-(len(running) + 1) // self._stages)  # of one iteration
         num_positions //= self._stages
-        together = self._predict(num_turns, num_positions, num_positions, num_turns)
-        return together <= most or most < self._predict(1, alone, alone, 1)
+        seconds = self._predict(num_turns, num_positions, num_positions, num_turns)
+        return seconds <= most or most < self._predict(1, num_own, num_own, 1)
 
     def planned(self, builder: IterationBuilder, now: float) -> float:
         """Predict the seconds of an iteration at its launch; 0 if it is empty or the time is unknown."""
@@ -156,19 +158,21 @@ class TimeBudget:
         return seconds
 
     def committed(self, builder: IterationBuilder, now: float) -> None:
-        since, without, added = self._committed_at, builder.predicted_without, builder.seconds_added
+        """Learn from the time that the iteration took."""
+        since, added = self._committed_at, builder.seconds_added
+        predicted = builder.predicted_without  # without prompts
         if not builder.num_decodes or since == float("-inf"):
             since = max(builder.planned_at, since)
         measured, self._committed_at = now - since, now
         if self._stage_times is not None:
             measured = self._stage_times.committed(now)
-        if builder.num_background or not without:  # background turns distort the measurement
+        if builder.num_background or not predicted:  # background turns distort the measurement
             return
         if not builder.num_prompt_tokens:
             if builder.num_decodes:
-                self._decode_factor = measured / without
+                self._decode_factor = measured / predicted
             return
-        base = without * (self._decode_factor or 0.0)
+        base = predicted * (self._decode_factor or 0.0)
         if builder.num_decodes and measured < STALE_SHARE * base:
             self._decode_factor = None
         elif builder.num_prompt_tokens >= TOKENS_MIN and added:
@@ -205,5 +209,5 @@ class TimeBudget:
 
 
 def second_highest(values: Sequence[float]) -> float:
-    """Return the second highest value, or the only one."""
+    """Return the second highest value, or the only value."""
     return sorted(values)[max(len(values) - 2, 0)]

@@ -74,7 +74,7 @@ class Usage:
     first_token_at: float | None = None
     finished_at: float | None = None
     shared_tokens: int = 0
-    shared_from: str = ""  # a conversation that had them
+    shared_from: str = ""  # a conversation that had these tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -172,7 +172,7 @@ class Turn:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
 
-    def first_admitted(self, device_tokens: int, host_tokens: int, now: float) -> None:
+    def set_usage(self, device_tokens: int, host_tokens: int, now: float) -> None:
         """Set the usage at the first admission.
 
         `device_tokens`, `host_tokens`: tokens of the history found in the tiers. The rest is recomputed.
@@ -200,7 +200,7 @@ class Turn:
         return num_tokens >= self.length_max
 
     def enqueue(self, arrival: int) -> None:
-        """Set level, order and size of a new turn, the `arrival`-th one."""
+        """Set level, order and size of a new turn, the `arrival`-th turn."""
         self.arrival = arrival
         self.num_new_tokens = self.prompt_end - max(self.history_tokens, self.found_tokens)
         self.level = BACKGROUND_LEVEL if self.is_background else self.options.priority

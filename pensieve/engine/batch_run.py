@@ -21,8 +21,8 @@ however many requests fit into memory. After QUEUE_FULL, nothing is submitted un
 event. If the batch has no turn left, submitting continues.
 
 For comparison, there are two other modes of sharing. `off` runs each request by itself, in the order of the
-file. `lru` also runs the requests in the order of the file. Each request finds what is cached of earlier
-requests, and their conversations stay in the cache until they are evicted. (This is how engines with prefix
+file. `lru` also runs the requests in the order of the file. Each request finds the cached chunks of
+earlier requests. The conversations stay in the cache until they are evicted. (This is how engines with prefix
 caching run a batch. It is not the eviction policy `lru`, and works with every policy.)
 """
 
@@ -52,7 +52,7 @@ from pensieve.engine.messages import (
 PrefixSharing = Literal["groups", "lru", "off"]
 _TurnEvent = SampledToken | TurnAdmitted | TurnEnded
 WAITING_MAX = 128  # about as many short prompts as an iteration admits
-TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that are not the request's fault
+RETRIED_FAILURES = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that are not the request's fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class BatchRun:
         self._kept.clear()
         self._keepers.clear()
         for active in self._active.values():
-            self._feed.returned(active.request)
+            self._feed.take_back(active.request)
         self._active.clear()
         self._num_waiting = 0
         self._holds_back = False
@@ -252,14 +252,14 @@ class BatchRun:
         )
 
     def _prompt_computed(self, active: _Active) -> None:
-        """Open a request's group at the request's first token: then the group's prefix is computed."""
+        """Note a request's first token: the prefix of the request's group is computed. Open the group."""
         if not self._feed.prefix_tokens_of(active.group):
             return
         if active.computed_part_of_prefix(len(self._requests[active.request].tokens)):
-            before = self._keepers.get(active.group)
+            former = self._keepers.get(active.group)
             self._keepers[active.group] = active.request
-            if before is not None and self._conversation_id(before) in self._kept:
-                self._messages += self._delete(self._conversation_id(before))
+            if former is not None and self._conversation_id(former) in self._kept:
+                self._messages += self._delete(self._conversation_id(former))
         self._feed.prefix_computed(active.group)
 
     def _end(self, active: _Active, event: TurnEnded) -> Finished | None:
@@ -267,8 +267,8 @@ class BatchRun:
         del self._active[event.attempt_id]
         self._num_waiting -= active.missing_tokens is None
         self._holds_back = event.failure == "QUEUE_FULL"
-        if event.finish is FinishReason.CANCELLED or event.failure in TRIED_AGAIN:
-            self._feed.returned(request)
+        if event.finish is FinishReason.CANCELLED or event.failure in RETRIED_FAILURES:
+            self._feed.take_back(request)
             self._end_conversation(active, is_kept=False)
             return None
         has_reply = event.finish in HAS_REPLY
@@ -300,9 +300,10 @@ class BatchRun:
 
 
 def _groups(requests: Sequence[BatchRequest], reorders: bool) -> list[PrefixGroup]:
-    """Return the groups of requests that share a prefix. Requests with different salts share none.
+    """Return the groups of requests that share a prefix. Requests with different salts share no prefix.
 
-    Groups with the fewest tokens to compute come first (prefix_groups.py), or those of the first requests.
+    Groups with the fewest tokens to compute come first (prefix_groups.py). Without `reorders`, groups with
+    the earliest requests come first.
     """
     by_salt: dict[str, list[int]] = {}
     for number, request in enumerate(requests):

@@ -16,7 +16,7 @@ from pensieve.core.cache import KVCache
 from pensieve.core.prefix_tree import Chunk
 
 SHOWN_CHUNKS_MAX = 2048  # maximum for each conversation
-LOOKED_AT = 4096  # conversations considered for a picture
+CONSIDERED_MAX = 4096  # conversations considered for a picture
 
 
 def cached(
@@ -69,16 +69,18 @@ def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float,
 
     Only ids with this `prefix` are included, and the prefix is removed.
     """
-    newest = islice(reversed(cache.conversations.values()), LOOKED_AT)
-    found = [each for each in newest if _is_of(each.conversation_id, prefix)]
-    found.sort(key=lambda each: (each.attempt_id is None, -each.idle_since))
+    newest = islice(reversed(cache.conversations.values()), CONSIDERED_MAX)
+    conversations = [each for each in newest if _belongs_to(each.conversation_id, prefix)]
+    conversations.sort(key=lambda each: (each.attempt_id is None, -each.idle_since))
     rows: list[tuple[str | float, ...]] = []
-    for conversation in found[:limit]:
+    for conversation in conversations[:limit]:
         chunks = list(conversation.chunks())
-        left_out = max(len(chunks) - SHOWN_CHUNKS_MAX, 0)
+        num_omitted = max(len(chunks) - SHOWN_CHUNKS_MAX, 0)
         running = float(conversation.attempt_id is not None)
         name = conversation.conversation_id.removeprefix(prefix)
-        rows.append((name, conversation.num_tokens, running, left_out, strip(chunks[left_out:])))
+        rows.append(
+            (name, conversation.num_tokens, running, num_omitted, strip(chunks[num_omitted:]))
+        )
     return tuple(rows)
 
 
@@ -103,7 +105,7 @@ def letter_of(chunk: Chunk) -> str:
     return "d" if chunk.host_page is None else "b"
 
 
-def _is_of(conversation_id: str, prefix: str) -> bool:
+def _belongs_to(conversation_id: str, prefix: str) -> bool:
     """Whether an id belongs to the tenant of this prefix.
 
     Ids are TENANT/CONVERSATION. Without a tenant, an id has no slash, and the prefix is empty.

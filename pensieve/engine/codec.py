@@ -56,7 +56,7 @@ def decode(items: Sequence[Any], body: bytes = b"") -> Any:
             if values[form.bytes_index] != len(body):
                 raise Unreadable(f"{len(body)} bytes beside a {kind.__name__}")
             values[form.bytes_index] = body
-        return _made(form, values)
+        return _make(form, values)
     except (TypeError, ValueError, LookupError) as error:
         raise Unreadable(f"a {kind.__name__} that cannot be read: {error}") from error
 
@@ -98,14 +98,14 @@ class _Form(NamedTuple):
 
 def _form_of(kind: type[Any]) -> _Form:
     if kind not in _forms:
-        _forms[kind] = _derived(kind)
+        _forms[kind] = _derive_form(kind)
     return _forms[kind]
 
 
 _forms: dict[type[Any], _Form] = {}
 
 
-def _derived(kind: type[Any]) -> _Form:
+def _derive_form(kind: type[Any]) -> _Form:
     hints, names = get_type_hints(kind), [each.name for each in fields(kind)]
     get = attrgetter(*names)
     defaults = [
@@ -133,7 +133,7 @@ def _shorten(items: list[Any], form: _Form) -> None:
             items[index] = write(items[index])
 
 
-def _made(form: _Form, values: list[Any]) -> Any:
+def _make(form: _Form, values: list[Any]) -> Any:
     for index, read in form.readers:
         if index < len(values):
             values[index] = read(values[index])
@@ -155,9 +155,9 @@ def _converters(kind: Any) -> tuple[Convert | None, Convert | None]:
         return None, None
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return _of_union(inner)
+        return _union_converters(inner)
     if origin is tuple:
-        return _of_tuple(inner)
+        return _tuple_converters(inner)
     if origin is dict:
         assert all(each in PLAIN for each in inner), f"{kind} is not plain"
         return None, None
@@ -165,15 +165,15 @@ def _converters(kind: Any) -> tuple[Convert | None, Convert | None]:
         return (lambda value: value.value), kind
     if is_dataclass(kind):
         form = _form_of(kind)  # type: ignore[arg-type]
-        return _write_nested(form), lambda items: _made(form, list(items))
+        return _write_nested(form), lambda items: _make(form, list(items))
     if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple
         _, reads = zip(*map(_converters, get_type_hints(kind).values()), strict=True)
-        assert not any(reads), f"{kind} holds what is not plain"
+        assert not any(reads), f"{kind} holds a value that is not plain"
         return list, lambda items: kind(*items)
     raise TypeError(f"a field of type {kind} cannot be written")
 
 
-def _of_union(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
+def _union_converters(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
     others = [each for each in inner if each not in PLAIN]
     if not others:
         return None, None
@@ -185,7 +185,7 @@ def _of_union(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
     )
 
 
-def _of_tuple(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
+def _tuple_converters(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
     """Return the converters of a tuple of any length, or of a fixed tuple of plain values."""
     if len(inner) == 2 and inner[1] is Ellipsis:
         write, read = _converters(inner[0])

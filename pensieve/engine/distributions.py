@@ -1,18 +1,18 @@
-"""Distributions of values in bounded memory: over all time (`Histogram`), or recent ones (`RecentTimes`).
+"""Distributions of values in bounded memory: of all time (`Histogram`), or recent (`RecentTimes`).
 
-A `Histogram` is like those of Prometheus: counts of values by bounds, and the sum of the values.
+A `Histogram` is like a histogram of Prometheus: counts of values by bounds, and the sum of the values.
 
     bounds    0.1   0.5   2.0
-    counts     3     0     4     1      values up to this bound and above the previous one; last: above all
+    counts     3     0     4     1      values up to this bound and above the previous bound; last: above 2.0
 
 `add` costs a bisection and two additions. One thread adds values. Another thread may read at the same time;
 it may see a sum that already includes one value more than the counts.
 
 `RecentTimes` gives quantiles of durations over the latest five minutes. It counts durations in BUCKETS
-buckets, each RATIO times as wide as the previous one. So the error of a quantile is at most 2 %. Each minute
-has separate counts, and the oldest minute is dropped as a whole. This takes a few kilobytes. If there is an
-objective, the durations that met it are counted exactly. A `RecentShare` is a fraction over the latest five
-minutes. `RecentTimes` and `RecentShare` get the time as an argument, so they work with any clock.
+buckets, each RATIO times as wide as the previous bucket. So the error of a quantile is at most 2 %. Each
+minute has separate counts, and the oldest minute is dropped as a whole. This takes a few kilobytes. If there
+is an objective, the durations that met it are counted exactly. A `RecentShare` is a fraction over the latest
+five minutes. `RecentTimes` and `RecentShare` get the time as an argument, so they work with any clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTERVAL_SECONDS = 60.0
 INTERVALS = 5
 FLOOR_SECONDS = 1e-4  # shorter durations count as zero
 RATIO = 1.04
-BUCKETS = 412  # the last one begins at 16 minutes
+BUCKETS = 412  # the last bucket begins at 16 minutes
 _LOG_RATIO = math.log(RATIO)
 
 
@@ -138,7 +138,7 @@ class RecentTimes:
 
 class RecentShare:
     def __init__(self) -> None:
-        self._minutes: deque[list[float]] = deque()  # [end, part, whole] of each
+        self._minutes: deque[list[float]] = deque()  # [end, part, whole] of each minute
 
     def add(self, part: float, whole: float, now: float) -> None:
         if not self._minutes or now >= self._minutes[-1][0]:

@@ -76,7 +76,7 @@ from pensieve.engine.metrics import Metrics, TurnTimes
 from pensieve.engine.ports import Executor, Observer, Ports
 from pensieve.engine.turns_awaiting_constraints import TurnsAwaitingConstraints
 
-IDLE_SECONDS = 1.0  # length of an idle round; the first one ends with a garbage collection
+IDLE_SECONDS = 1.0  # length of an idle round; the first idle round ends with a garbage collection
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Engine:
         self._observers = (*self._observers, observer)
 
     def step(self) -> bool:
-        """Launch the next iteration and commit the oldest if due. Return False if nothing was to be done."""
+        """Launch the next iteration and commit the oldest if due. Return False if idle."""
         self._deliver(self.mailbox.drain())
         iteration = self._plan()
         if iteration is not None:
@@ -167,20 +167,20 @@ class Engine:
     def run(self) -> None:
         """Step until the mailbox is closed and nothing is left to do."""
         try:
-            collected = False
+            garbage_collected = False
             while True:
                 self.num_rounds += 1
                 if self.step():
-                    collected = False
+                    garbage_collected = False
                     continue
                 if self.mailbox.closed:
                     if not self.held.turns:
                         return
                     self.held.wait()
                 self.check_idle()
-                if not self.mailbox.wait(IDLE_SECONDS) and not collected:
+                if not self.mailbox.wait(IDLE_SECONDS) and not garbage_collected:
                     gc_pause.collect()
-                    collected = True
+                    garbage_collected = True
         except BaseException:
             self.mailbox.close("the engine has failed")
             self._end_everything()
@@ -190,13 +190,13 @@ class Engine:
 
     def _deliver(self, messages: Sequence[EngineMessage]) -> None:
         if self.held.turns:
-            for released in self.held.released():
-                self._receive(released)
+            for ready in self.held.take_ready():
+                self._receive(ready)
         for message in messages:
-            if not (isinstance(message, SubmitTurn) and self._is_held(message)):
+            if not (isinstance(message, SubmitTurn) and self._hold_if_not_ready(message)):
                 self._receive(message)
 
-    def _is_held(self, message: SubmitTurn) -> bool:
+    def _hold_if_not_ready(self, message: SubmitTurn) -> bool:
         """Hold back a turn whose constraint is not ready, unless the turn is refused anyway."""
         if message.options.constraint is None or self._num_waiting >= self.config.turns_queued_max:
             return False
@@ -235,11 +235,11 @@ class Engine:
                 ended = self._give_up_waiting(conversation_id, now, warms_only=True)
                 if scheduler.turn_of(conversation_id) is None:
                     scheduler.rewind(conversation_id, num_tokens, now)
-                return [*ended, *self._ended()]
+                return [*ended, *self._drain_ended()]
             case DeleteConversation(conversation_id):
                 ended = self._give_up_waiting(conversation_id, now)
                 scheduler.delete(conversation_id, now)
-                return [*ended, *self._ended()]
+                return [*ended, *self._drain_ended()]
             case EvictConversation(conversation_id, to_host, query_id):
                 num_chunks = scheduler.evict(conversation_id, to_host, now)
                 if query_id:
@@ -264,7 +264,7 @@ class Engine:
                 self.hand_over.open(message, self._is_busy(conversation_id))
             case ImportKv():
                 return [self.hand_over.take_in(message, now)]
-        return self._ended()
+        return self._drain_ended()
 
     def _submit(self, message: SubmitTurn, now: float) -> list[EngineEvent]:
         scheduler, conversation_id = self.scheduler, message.conversation_id
@@ -380,7 +380,7 @@ class Engine:
     def _plan(self) -> Iteration | None:
         now = self.clock.now()
         iteration = self.scheduler.plan(now)
-        self._publish(self._ended())
+        self._publish(self._drain_ended())
         for observer in self._observers:
             observer.planned(iteration, now)
         if iteration is not None:
@@ -407,34 +407,34 @@ class Engine:
         if events:
             for event in events if self.held.prepared else ():
                 if isinstance(event, TurnEnded):
-                    self.held.ended(event.attempt_id)
+                    self.held.forget(event.attempt_id)
             for observer in self._observers:
                 observer.published(events)
             self.sink.publish(events)
 
-    def _ended(self) -> list[EngineEvent]:
+    def _drain_ended(self) -> list[EngineEvent]:
         return self._events(self.scheduler.drain_ended())
 
     @staticmethod
     def _events(news: Sequence[SampledToken | Ended]) -> list[EngineEvent]:
-        return [each if isinstance(each, SampledToken) else _ended(each) for each in news]
+        return [each if isinstance(each, SampledToken) else _turn_ended(each) for each in news]
 
     def _end_everything(self) -> None:
         now = self.clock.now()
-        failed, why = FinishReason.FAILED, "ENGINE_FAILED"
+        failed, reason = FinishReason.FAILED, "ENGINE_FAILED"
         events: list[EngineEvent] = [
             TurnEnded(
                 turn.attempt_id,
                 turn.conversation_id,
                 failed,
                 replace(turn.usage, finished_at=now),
-                why,
+                reason,
             )
             for turn in self.scheduler.turns()
         ]
         waiting = [*self._lacking_log.values(), *self.held.turns.values()]
         self.held.turns.clear()
-        events += [_ended_at_once(each, failed, now, why) for each in waiting]
+        events += [_ended_at_once(each, failed, now, reason) for each in waiting]
         self._publish(events)
 
     def _problems(self, now: float) -> tuple[str, ...]:
@@ -449,7 +449,7 @@ def _is_among(conversation_id: str, turns: Mapping[int, SubmitTurn]) -> bool:
     return any(each.conversation_id == conversation_id for each in turns.values())
 
 
-def _ended(end: Ended) -> TurnEnded:
+def _turn_ended(end: Ended) -> TurnEnded:
     turn, finish, failure = end
     usage = replace(turn.usage)
     return TurnEnded(turn.attempt_id, turn.conversation_id, finish, usage, failure)

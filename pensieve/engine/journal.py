@@ -76,8 +76,8 @@ def opened(path: Path) -> TextIO:
     Raises ConfigError if the file is not a journal of this version.
     """
     if path.is_file() and path.stat().st_size:
-        with path.open("rb") as before:
-            first = before.readline(HEADER_BYTES_MAX)
+        with path.open("rb") as existing:
+            first = existing.readline(HEADER_BYTES_MAX)
         try:
             header = json.loads(first)
             _check_version(header if isinstance(header, dict) else {}, 1)
@@ -86,9 +86,9 @@ def opened(path: Path) -> TextIO:
             raise ConfigError(f"cannot append to {path}: it is {problem}") from error
     file = path.open("a", encoding="utf-8", buffering=1)
     if path.is_file() and path.stat().st_size:
-        with path.open("rb") as before:
-            before.seek(-1, 2)
-            if before.read() != b"\n":  # its writer was killed
+        with path.open("rb") as existing:
+            existing.seek(-1, 2)
+            if existing.read() != b"\n":  # its writer was killed
                 # After an error, the line break stays in the buffer and is written with the next line.
                 with contextlib.suppress(OSError):
                     file.write("\n")
@@ -195,7 +195,7 @@ class Journal:
     def _write(self, entry: dict[str, Any]) -> None:
         if self._lines is None:
             return
-        if self._found:  # by this entry, or by the message before it
+        if self._found:  # lookups of this entry, or of the message before it
             entry["found"], self._found = self._found, []
         try:
             self._lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
@@ -225,7 +225,7 @@ class _Recorded:
 
 
 class _RecordedContent(ContentIndex):
-    """Finds what the journal says was found."""
+    """Repeats the results of lookups that the journal has recorded."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache.config.chunk_tokens)
@@ -235,10 +235,10 @@ class _RecordedContent(ContentIndex):
     def register(self, turn: Turn, chunk: Chunk) -> None:
         return
 
-    def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
+    def find_for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
         return self._next()
 
-    def for_ended(self, conversation: CachedConversation, has_twins: bool) -> Found | None:
+    def find_for_ended(self, conversation: CachedConversation, has_twins: bool) -> Found | None:
         return self._next() if conversation.identities is not None else None
 
     def _next(self) -> Found | None:
@@ -263,7 +263,7 @@ class Replayed(NamedTuple):
 
 
 class Replay:
-    """Replay a journal. Iterating yields each committed iteration, and keeps none.
+    """Replay a journal. Iterating yields each committed iteration; none is kept in memory.
 
     Raises JournalError if the replay plans an iteration that differs from the recorded one, or if the journal
     is unreadable.
@@ -302,8 +302,8 @@ class Replay:
                 TypeError,
                 ValueError,
             ) as error:
-                why = one_line(error)
-                raise JournalError(number, f"cannot be replayed ({why})") from error
+                reason = one_line(error)
+                raise JournalError(number, f"cannot be replayed ({reason})") from error
             self.num_agreed += entry.get("iteration") is not None
             if replayed is not None:
                 yield replayed
@@ -380,7 +380,10 @@ class _ReplayedEngine:
             self._message = None
         if "message" in entry:
             message = codec.decode_named(entry["message"], entry["values"])
-            self._message = message, entry["now"]  # what it finds is in the next entry
+            self._message = (
+                message,
+                entry["now"],
+            )  # the results of its lookups are in the next entry
             return None
         if "plan" in entry:
             now = entry["plan"]
@@ -388,7 +391,7 @@ class _ReplayedEngine:
             iteration = self._scheduler.plan(now)
             self._scheduler.drain_ended()
             if (hash_of(iteration) if iteration else None) != entry["iteration"]:
-                raise _Differs(_described(iteration))
+                raise _Differs(_describe(iteration))
             if iteration is not None:
                 self._planned.append((iteration, now))
             return None
@@ -419,7 +422,7 @@ def _check_version(header: Mapping[str, Any], line: int) -> None:
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Replay a whole journal and return the number of iterations. Raises JournalError if one differs."""
+    """Replay a whole journal and return the number of iterations. Raises JournalError if it differs."""
     replaying = Replay(lines)
     for _ in replaying:
         pass
@@ -428,8 +431,8 @@ def replay(lines: Iterable[str]) -> int:
     return replaying.num_agreed
 
 
-def _described(iteration: Iteration | None) -> str:
-    """Describe an iteration in words, for people who compare two."""
+def _describe(iteration: Iteration | None) -> str:
+    """Describe an iteration in words, for people who compare two iterations."""
     if iteration is None:
         return "nothing"
     slices = ", ".join(f"turn {s.attempt_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])
@@ -439,5 +442,5 @@ def _described(iteration: Iteration | None) -> str:
         (len(iteration.swap_ins), "swap-ins"),
         (len(iteration.swap_outs), "swap-outs"),
     )
-    rest = "".join(f", {count} {kind}" for count, kind in moves if count)
-    return f"iteration {iteration.index}: {slices or 'no slices'}{more}{rest}"
+    copies = "".join(f", {count} {kind}" for count, kind in moves if count)
+    return f"iteration {iteration.index}: {slices or 'no slices'}{more}{copies}"

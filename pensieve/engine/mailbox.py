@@ -50,12 +50,12 @@ class Mailbox:
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait for a message, `wake` or `close`. Return False after the timeout."""
         with self._changed:
-            found = self._changed.wait_for(
+            was_woken = self._changed.wait_for(
                 lambda: self._woken or bool(self._messages) or self._closed is not None,
                 timeout_seconds,
             )
             self._woken = False
-            return found
+            return was_woken
 
     def wake(self) -> None:
         """End the engine's current or next `wait` without a message."""

@@ -3,7 +3,7 @@
 They contain only ids, bytes and numbers, so they can cross a pipe to another process.
 
 An `attempt_id` identifies one attempt at a turn (`LiveTurn.attempt_id`). The store and clients use another
-id, the `turn_id`, which all attempts at a turn share. The engine does not know it.
+id, the `turn_id`, which all attempts at a turn share. The engine does not know the `turn_id`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class KvExported:
-    """The answer to `ExportKv`: consecutive chunks, or none if none are left."""
+    """The answer to `ExportKv`: consecutive chunks, or nothing if no chunks are left."""
 
     query_id: int
     refusal: str = ""  # why nothing is exported

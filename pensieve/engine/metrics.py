@@ -7,7 +7,7 @@
     suspension    from the suspension of a turn until the turn runs again or ends; counted when it is over
     error         |predicted time - real time| / real time of an iteration; the latest ERRORS_KEPT are kept
 
-All of these but stalls and errors cover the latest five minutes (distributions.py). Times are taken in the
+All figures except stalls and errors cover the latest five minutes (distributions.py). Times are taken in the
 engine when an outcome is committed, so the times of pipe, service and network do not count.
 
 Times are cheap to record. Nearly all turns that get a token in an iteration also got their previous tokens in
@@ -67,9 +67,9 @@ class Metrics:
         self._slots_out += sum(copy.num_slots for copy in iteration.swap_outs)
         self._slots_in += sum(copy.num_slots for copy in iteration.swap_ins)
         self._slots_copied += sum(copy.num_slots for copy in iteration.copies)
-        before, self._num_computed = self._num_computed, self._scheduler.counters.tokens
-        if self._num_computed > before:  # an iteration may have only copies
-            self._iteration_tokens.add(self._num_computed - before)
+        previous, self._num_computed = self._num_computed, self._scheduler.counters.tokens
+        if self._num_computed > previous:  # an iteration may have only copies
+            self._iteration_tokens.add(self._num_computed - previous)
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         return
@@ -90,7 +90,7 @@ class Metrics:
 
     def figures(self, now: float) -> dict[str, float]:
         scheduler, cache = self._scheduler, self._scheduler.cache
-        counters, moves = scheduler.counters, cache.counters
+        counters, cache_counters = scheduler.counters, cache.counters
         seconds = max(now - self._started_at, 1e-9)
         figures: dict[str, float] = {
             "seconds": seconds,
@@ -127,16 +127,16 @@ class Metrics:
             "returned_to_device": counters.returned,
             "rows_padded": 0,
             "tenant_tokens.": 0,  # of turns without a tenant
-            "chunks_swapped_out": moves.swapped_out,
-            "chunks_swapped_in": moves.swapped_in,
-            "chunks_reclaimed": moves.reclaimed,
-            "chunks_found_before_reclaim": moves.reclaim_hits,
-            "chunks_dropped": moves.dropped,
-            "chunks_marked_to_drop": moves.marked_to_drop,
-            "chunks_copied_on_write": moves.copied_on_write,
-            "chunks_discarded": moves.discarded,
-            "chunks_damaged": moves.damaged,
-            "chunks_adopted": moves.adopted,
+            "chunks_swapped_out": cache_counters.swapped_out,
+            "chunks_swapped_in": cache_counters.swapped_in,
+            "chunks_reclaimed": cache_counters.reclaimed,
+            "chunks_found_before_reclaim": cache_counters.reclaim_hits,
+            "chunks_dropped": cache_counters.dropped,
+            "chunks_marked_to_drop": cache_counters.marked_to_drop,
+            "chunks_copied_on_write": cache_counters.copied_on_write,
+            "chunks_discarded": cache_counters.discarded,
+            "chunks_damaged": cache_counters.damaged,
+            "chunks_adopted": cache_counters.adopted,
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count
@@ -184,12 +184,12 @@ class TurnTimes:
     def planned(self, iteration: Iteration | None, now: float) -> None:
         scheduler = self._scheduler
         if scheduler.suspended or self._suspended_at:
-            self._look_at_suspended(now)
+            self._update_suspensions(now)
         if iteration is not None:
             self._planned.append((now, iteration.predicted_seconds))
-            num_tokens, before = scheduler.counters.tokens, self._num_tokens
-            if num_tokens > before:
-                self._budget.add(num_tokens - before, scheduler.config.batch_tokens_max, now)
+            num_tokens, previous = scheduler.counters.tokens, self._num_tokens
+            if num_tokens > previous:
+                self._budget.add(num_tokens - previous, scheduler.config.batch_tokens_max, now)
                 self._num_tokens = num_tokens
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
@@ -210,18 +210,18 @@ class TurnTimes:
                 attempt_id = event.attempt_id
                 if attempt_id in self._background:
                     continue
-                before = token_at.get(attempt_id)
+                previous_at = token_at.get(attempt_id)
                 token_at[attempt_id] = now
-                if before is not None:
-                    num_since[before] = num_since.get(before, 0) + 1
+                if previous_at is not None:
+                    num_since[previous_at] = num_since.get(previous_at, 0) + 1
                 elif (received_at := self._received_at.pop(attempt_id, None)) is not None:
                     self._first_tokens.add(now - received_at, now)
             elif isinstance(event, TurnEnded):
                 self._received_at.pop(event.attempt_id, None)
                 self._background.discard(event.attempt_id)
                 token_at.pop(event.attempt_id, None)
-        for before, count in num_since.items():
-            self._add_gap(now - before, count, now)
+        for previous_at, count in num_since.items():
+            self._add_gap(now - previous_at, count, now)
 
     # -- reading --
 
@@ -263,7 +263,7 @@ class TurnTimes:
             self._num_stalls += count
         self._gaps.add(seconds, now, count)
 
-    def _look_at_suspended(self, now: float) -> None:
+    def _update_suspensions(self, now: float) -> None:
         for turn in self._scheduler.suspended:
             if turn.state is TurnState.SUSPENDED and not turn.is_background:
                 self._suspended_at.setdefault(turn.attempt_id, now)
@@ -284,11 +284,11 @@ class PredictionErrors:
         return len(self._errors)
 
     def add(self, predicted: float, measured: float) -> None:
-        """Add an iteration, unless there was no prediction or it took no time."""
+        """Add an iteration, unless it had no prediction or took no time."""
         if predicted and measured > 0.0:
             self._errors.append(abs(predicted - measured) / measured)
 
     def quantiles(self, *shares: float) -> list[float]:
-        """Return quantiles of the errors; zeros if there are none."""
-        found = sorted(self._errors) or [0.0]
-        return [found[max(math.ceil(share * len(found)) - 1, 0)] for share in shares]
+        """Return quantiles of the errors; zeros if there are no errors."""
+        errors = sorted(self._errors) or [0.0]
+        return [errors[max(math.ceil(share * len(errors)) - 1, 0)] for share in shares]

@@ -6,7 +6,7 @@ A head is a list whose first item names the kind of frame:
 
     from the service    a message of the mailbox, as codec.py writes it
     from the engine     `stage` and `ready`, while it starts
-                        `events`, everything published since the last frame; an event with bytes comes alone
+                        `events`, all events since the last frame; an event with bytes has its own frame
                         `alive`, with `Engine.num_rounds`, if nothing was published for BEAT_SECONDS
                         `died`, with the reason
 
@@ -84,7 +84,7 @@ def pack_message(message: EngineMessage) -> bytes:
 
 def message_of(frame: Frame) -> EngineMessage:
     """Return the message in a frame from the service."""
-    message: EngineMessage = _decoded(*frame)
+    message: EngineMessage = _decode(*frame)
     return message
 
 
@@ -125,10 +125,10 @@ def events_of(frame: Frame) -> list[EngineEvent]:
         raise BrokenPipe(f"{kind!r} where events were expected")
     if body and len(rest[0]) != 1:
         raise BrokenPipe(f"{len(body)} bytes beside {len(rest[0])} events")
-    return [_decoded(items, body) for items in rest[0]]
+    return [_decode(items, body) for items in rest[0]]
 
 
-def _decoded(items: list[Any], body: bytes = b"") -> Any:
+def _decode(items: list[Any], body: bytes = b"") -> Any:
     try:
         return codec.decode(items, body)
     except codec.Unreadable as error:

@@ -25,8 +25,8 @@ class Executor(Protocol):
     def depth(self) -> int:
         """The maximum number of iterations that may be launched and not collected.
 
-        It is 2 if the executor computes one iteration while the next is planned, otherwise 1. With pipeline
-        stages it may be higher.
+        It is 2 if the executor computes one iteration while the next one is planned, otherwise 1. With
+        pipeline stages it may be higher.
         """
 
     def launch(self, iteration: Iteration) -> None: ...
@@ -71,7 +71,7 @@ class Sink(Protocol):
 
 
 class Observer(Protocol):
-    """Is told each message, plan, outcome and event, in order. An observer must not influence the engine."""
+    """Receives each message, plan, outcome and event, in order. An observer must not influence the engine."""
 
     def received(self, message: EngineMessage, now: float) -> None: ...
 

@@ -47,7 +47,7 @@ class TurnsAwaitingConstraints:
         self.turns[message.attempt_id] = message
         return True
 
-    def released(self) -> list[SubmitTurn]:
+    def take_ready(self) -> list[SubmitTurn]:
         """Remove and return the turns that are ready."""
         assert self._preparer is not None
         self._changed.clear()
@@ -60,7 +60,7 @@ class TurnsAwaitingConstraints:
             self._changed.wait()
             self._changed.clear()
 
-    def ended(self, attempt_id: int) -> None:
+    def forget(self, attempt_id: int) -> None:
         """Forget the constraint of a turn that has ended, held or not."""
         if attempt_id in self.prepared:
             assert self._preparer is not None

@@ -163,12 +163,12 @@ class CostModel(IterationCost):
     def recompute(self, chunk_tokens: int) -> CostProfile:
         """Return the cost of recomputing a chunk after a context.
 
-        If it was not measured, it is computed as in a full batch, without the time to read the weights.
+        If this cost was not measured, it is computed for a full batch, without the time to read the weights.
         """
         if self.chunk_costs is not None:
             measured_tokens, profile = self.chunk_costs
             scale = chunk_tokens / measured_tokens
-            return profile if scale == 1 else profile.of_chunks(scale)
+            return profile if scale == 1 else profile.scaled(scale)
         return CostProfile(
             tuple(
                 (1 << power, self.attention_seconds_per_pair * chunk_tokens * (1 << power))

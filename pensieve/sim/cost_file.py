@@ -151,21 +151,21 @@ def _chunks(given: Any) -> tuple[int, CostProfile]:
     )
 
 
-def _points(where: str, given: dict[str, Any], name: str) -> Points:
+def _points(section: str, given: dict[str, Any], name: str) -> Points:
     value = given.get(name)
     if not isinstance(value, list) or not all(
         isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in value
     ):
-        raise ValueError(f"{where}.{name} must be a list of pairs of a count and seconds")
-    return tuple((count, _number({name: seconds}, name, where)) for count, seconds in value)
+        raise ValueError(f"{section}.{name} must be a list of pairs of a count and seconds")
+    return tuple((count, _number({name: seconds}, name, section)) for count, seconds in value)
 
 
-def _number(given: dict[str, Any], name: str, where: str = "cost") -> float:
+def _number(given: dict[str, Any], name: str, section: str = "cost") -> float:
     if name not in given:
-        raise ValueError(f"{where}.{name} is missing")
+        raise ValueError(f"{section}.{name} is missing")
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{where}.{name} must be a number of at least 0, not {value!r}")
+        raise ValueError(f"{section}.{name} must be a number of at least 0, not {value!r}")
     return float(value)
 
 

@@ -64,14 +64,14 @@ class ModelledExecutor:
         watcher: Watcher | None = None,
         phases: str = "unified",
     ) -> None:
-        assert phases in PHASES, f"{phases!r} is none of {PHASES}"
+        assert phases in PHASES, f"{phases!r} is not one of {PHASES}"
         self._cost = cost
         self._clock = clock
         self._watcher = watcher
         self._separate = phases == "separate"
         self._launched: deque[tuple[Iteration, float, float]] = deque()  # begin, end
         self._turns: dict[int, tuple[int, SampledToken]] = {}  # prompt's end, every sample
-        self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order of the ends
+        self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order of `end`
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
         self._arenas = (0.0, 0.0)  # when each becomes free
@@ -88,27 +88,27 @@ class ModelledExecutor:
         now = self._clock.now()
         arrivals = self._swap_in(iteration, now)
         if iteration.groups:
-            ends = self._staged_end(iteration, now, arrivals)
+            end = self._staged_end(iteration, now, arrivals)
         else:
-            ends = self._unstaged_end(iteration, now, arrivals)
+            end = self._unstaged_end(iteration, now, arrivals)
         self._swap_out(iteration, now)
         for attempt_id in iteration.ended:
             self._turns.pop(attempt_id, None)
-        self._launched.append((iteration, now, ends))
+        self._launched.append((iteration, now, end))
 
     def collect(self) -> Outcome:
         assert self._launched, "no iteration is launched"
-        iteration, begun, ends = self._launched.popleft()
+        iteration, begun, end = self._launched.popleft()
         if not iteration.slices:
-            ends = min(
-                (queue[0][0] for queue in (self._inward, self._outward) if queue), default=ends
+            end = min(
+                (queue[0][0] for queue in (self._inward, self._outward) if queue), default=end
             )
-        self._clock.advance_to(ends)
+        self._clock.advance_to(end)
         now = self._clock.now()
         if self._watcher is not None:
             self._watcher(iteration, begun, now)
         samples = [self._turns[each.attempt_id][1] for each in iteration.slices if each.needs_token]
-        return Outcome(tuple(samples), self._finished(now))
+        return Outcome(tuple(samples), self._take_finished(now))
 
     def _swap_in(self, iteration: Iteration, now: float) -> LayerArrivals:
         """Begin the swap-ins; return when each layer has arrived."""
@@ -118,8 +118,8 @@ class ModelledExecutor:
         copying = self._cost.copy_seconds(sum(each.num_slots for each in iteration.swap_ins))
         self._in_free = begun + copying
         self._inward.extend((self._in_free, each.copy_id) for each in iteration.swap_ins)
-        of_a_layer = copying / self._cost.layers
-        return LayerArrivals(begun + of_a_layer, of_a_layer)
+        layer_seconds = copying / self._cost.layers
+        return LayerArrivals(begun + layer_seconds, layer_seconds)
 
     def _swap_out(self, iteration: Iteration, now: float) -> None:
         if not iteration.swap_outs:
@@ -130,11 +130,11 @@ class ModelledExecutor:
 
     def _unstaged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
         compute = self._compute_seconds(iteration.slices)
-        ends = now + compute
+        end = now + compute
         if arrivals.per_layer and iteration.slices:
             last = arrivals.first + (self._cost.layers - 1) * arrivals.per_layer
-            ends = max(ends, arrivals.first + compute, last + compute / self._cost.layers)
-        return ends
+            end = max(end, arrivals.first + compute, last + compute / self._cost.layers)
+        return end
 
     def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
         """Return the end of an iteration with groups. Its stores delay the swap-outs that follow them."""
@@ -146,10 +146,10 @@ class ModelledExecutor:
         layer_seconds = self._pass_seconds(slices[:first], streamed, decodes) / cost.layers
         times = [self._group_seconds(each, slices) for each in groups]
         links = Links(max(now, self._in_free), self._arenas)
-        ends, links = staged(now, cost.layers, layer_seconds, times, links, arrivals)
+        end, links = staged(now, cost.layers, layer_seconds, times, links, arrivals)
         self._in_free, self._arenas = links
         self._out_free = max(now, self._out_free) + cost.layers * sum(each.store for each in times)
-        return ends
+        return end
 
     def _group_seconds(self, group: PageGroup, slices: Sequence[Slice]) -> GroupSeconds:
         """Return the seconds of a group in one layer."""
@@ -192,12 +192,12 @@ class ModelledExecutor:
             )
         return cost.pass_seconds(tokens + decodes, pairs + decode_keys, keys + decode_keys, decodes)
 
-    def _finished(self, now: float) -> tuple[int, ...]:
-        found = []
+    def _take_finished(self, now: float) -> tuple[int, ...]:
+        finished = []
         for queue in (self._inward, self._outward):
             while queue and queue[0][0] <= now:
-                found.append(queue.popleft()[1])
-        return tuple(found)
+                finished.append(queue.popleft()[1])
+        return tuple(finished)
 
 
 class GroupSeconds(NamedTuple):
@@ -216,7 +216,7 @@ class LayerArrivals(NamedTuple):
 
 
 class Links(NamedTuple):
-    """When the inward link and each arena become free; the outward link is free when both arenas are."""
+    """When the inward link and each arena become free; the outward link is free when both arenas are free."""
 
     inward: float = 0.0
     arenas: tuple[float, float] = (0.0, 0.0)

@@ -9,7 +9,7 @@ error is measured on the remaining iterations.
 A batch of up to n tokens takes as long as reading the weights, `dense · n`. `keys` counts the keys that the
 iteration reads, `pairs` the pairs of a query and a key. Reading a key takes `attention · r`, even if few
 queries use it. For given n and r the formula is linear. So the fit tries values of n and r over the observed
-range. For each pair, it finds the other three numbers by nonnegative least squares (least_squares.py).
+range. For each n and r, it finds the other three numbers by nonnegative least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
@@ -153,31 +153,31 @@ def fit_link(
             abs(expected_seconds(model, row) / row.seconds - 1) for row in rows
         )
 
-    at_least = 0.0
+    rate_min = 0.0
     if len(rows) >= LINK_ROWS_MIN:
-        hidden = error(math.inf)
+        hidden_error = error(math.inf)
         grid = [10 ** (5 + i / 8) for i in range(65)]
         best = min(grid, key=error)
-        if error(best) < 0.9 * hidden:
+        if error(best) < 0.9 * hidden_error:
             closer = [best * 10 ** (i / 64) for i in range(-8, 9)]
             return replace(cost, link_bytes_per_second=min(closer, key=error)), ""
-        at_least = next((rate for rate in grid if error(rate) <= 1.05 * hidden), 0.0)
+        rate_min = next((rate for rate in grid if error(rate) <= 1.05 * hidden_error), 0.0)
     if len(rates) >= LINK_ROWS_MIN:
         rate = statistics.median(rates) * cost.kv_bytes_per_token
-        return replace(cost, link_bytes_per_second=max(rate, at_least)), ""
-    taken = max(cost.link_bytes_per_second, at_least)
-    why = "no iteration waited for a copy"
-    if at_least:
-        why = f"computation hid the copies, so it is at least {at_least:.3g}"
+        return replace(cost, link_bytes_per_second=max(rate, rate_min)), ""
+    taken = max(cost.link_bytes_per_second, rate_min)
+    reason = "no iteration waited for a copy"
+    if rate_min:
+        reason = f"computation hid the copies, so it is at least {rate_min:.3g}"
     return (
         replace(cost, link_bytes_per_second=taken),
-        f"link_bytes_per_second: {why}; using {taken:.3g} from {cost.source}"
-        if taken > at_least
-        else f"link_bytes_per_second: {why}; using this bound",
+        f"link_bytes_per_second: {reason}; using {taken:.3g} from {cost.source}"
+        if taken > rate_min
+        else f"link_bytes_per_second: {reason}; using this bound",
     )
 
 
-class _Solved(NamedTuple):
+class _Solution(NamedTuple):
     squares: float  # sum of the weighted squares of the relative errors
     dense: float
     attention: float
@@ -199,17 +199,17 @@ def fit_compute(
     (least_n, most_n), (least_r, most_r) = (ns[0], ns[-1]), (rs[0], rs[-1])
     weights = [1 / row.seconds**2 for row in rows]
     best = _best(rows, weights, ns, rs)
-    for turn in range(ROUNDS):
-        weights = _weights(groups, best, 8.0 if turn < 3 else 4.685)
+    for number in range(ROUNDS):
+        weights = _weights(groups, best, 8.0 if number < 3 else 4.685)
         best = _best(rows, weights, ns, rs)
-        if turn >= 2:
+        if number >= 2:
             ns, rs = _finer_steps(ns, best.n), _finer_steps(rs, best.r)
 
-    bar = best.squares * (1 + SIGNIFICANCE / len(rows)) + 1e-9
+    squares_max = best.squares * (1 + SIGNIFICANCE / len(rows)) + 1e-9
 
     def is_worse(ns: Iterable[float], rs: Iterable[float], without: str = "") -> bool:
         """Return whether the fit is clearly worse with only these n and r, or without this number."""
-        return _best(rows, weights, ns, rs, without).squares > bar
+        return _best(rows, weights, ns, rs, without).squares > squares_max
 
     some_n, some_r = sorted({least_n, *ns, most_n}), sorted({least_r, *rs, most_r})
     attends = is_worse(some_n, [best.r], "attention")
@@ -231,7 +231,7 @@ def fit_compute(
     numbers = {}
     found, notes = [], []
     # name, whether it was found, its value, the most that the iterations allow, why it was not found
-    for name, was_found, value, most, why in (
+    for name, was_found, value, most, reason in (
         (
             "dense_seconds_per_token",
             grows,
@@ -267,7 +267,7 @@ def fit_compute(
         else:
             factor = scale if "_per_token" in name or "_per_pair" in name else scale_floor
             numbers[name] = min(getattr(assumed, name) * factor, most)
-            notes.append(f"{name}: {why}; scaled from {assumed.source}")
+            notes.append(f"{name}: {reason}; scaled from {assumed.source}")
     numbers["overhead_seconds"] = best.overhead if has_overhead else 0.0
     if has_overhead:
         found.append("overhead_seconds")
@@ -276,7 +276,7 @@ def fit_compute(
     return replace(assumed, **numbers), found, notes  # type: ignore[arg-type]
 
 
-def _weights(groups: Sequence[Sequence[Observation]], best: _Solved, reach: float) -> list[float]:
+def _weights(groups: Sequence[Sequence[Observation]], best: _Solution, reach: float) -> list[float]:
     """Return the weight of each row: how plausible its error is among rows of its kind."""
     weights = []
     most = max(map(len, groups))
@@ -317,7 +317,7 @@ def _best(
     ns: Iterable[float],
     rs: Iterable[float],
     without: str = "",
-) -> _Solved:
+) -> _Solution:
     """Try all pairs of n and r. Return the solution with the least squares."""
     seconds = [row.seconds for row in rows]
     to_seconds = list(map(mul, weights, seconds))
@@ -335,7 +335,7 @@ def _best(
         weighted = list(map(mul, weights, column))
         sums = (sum(map(mul, weighted, column)), sum(weighted), sum(map(mul, to_seconds, column)))
         attended.append((r, weighted, sums))
-    best: _Solved | None = None
+    best: _Solution | None = None
     for n in ns:
         column = [max(n, row.tokens) for row in rows]
         nn = sum(w * each * each for w, each in zip(weights, column, strict=True))
@@ -348,12 +348,12 @@ def _best(
                 [[products[i][j] for j in allowed] for i in allowed], [targets[i] for i in allowed]
             )
             found = [0.0, 0.0, 0.0]
-            left = squares
+            squares_left = squares
             for i, x in zip(allowed, solved, strict=True):
                 found[i] = x
-                left -= x * targets[i]
-            left = max(left, 0.0)
-            if best is None or left < best.squares:
-                best = _Solved(left, found[0], found[1], found[2], n, r)
+                squares_left -= x * targets[i]
+            squares_left = max(squares_left, 0.0)
+            if best is None or squares_left < best.squares:
+                best = _Solution(squares_left, found[0], found[1], found[2], n, r)
     assert best is not None
     return best

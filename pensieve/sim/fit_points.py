@@ -46,7 +46,7 @@ def fit_points(rows: Sequence[Observation], model: CostModel) -> CostModel:
     ]
     weights = [1 / row.seconds**2 for row in rows]
     for _ in range(ROUNDS):
-        found = _solved(columns, rows, weights)
+        found = _solve(columns, rows, weights)
         weights = []
         for column, row in zip(columns, rows, strict=True):
             predicted = sum(x * each for x, each in zip(found, column, strict=True))
@@ -59,8 +59,8 @@ def fit_points(rows: Sequence[Observation], model: CostModel) -> CostModel:
     decoding = [(0, 0.0)]
     decoding += [(n, found[i]) for i, n in enumerate(decodes[1:], len(tokens)) if used[i]]
     most, most_seconds = dense[-1]
-    some, some_seconds = dense[max(len(dense) - 3, 0)]  # a quarter of the most
-    slope = (most_seconds - some_seconds) / (most - some)
+    quarter, quarter_seconds = dense[max(len(dense) - 3, 0)]  # two powers of two below
+    slope = (most_seconds - quarter_seconds) / (most - quarter)
     return replace(
         model,
         dense_seconds_per_token=slope if slope > 0 else most_seconds / most,
@@ -93,17 +93,17 @@ def _shares(points: Sequence[int], count: int) -> list[float]:
     return shares
 
 
-def _solved(
+def _solve(
     columns: Sequence[Sequence[float]], rows: Sequence[Observation], weights: Sequence[float]
 ) -> list[float]:
     size = len(columns[0])
     products = [[0.0] * size for _ in range(size)]
     targets = [0.0] * size
     for column, row, weight in zip(columns, rows, weights, strict=True):
-        some = [(i, value) for i, value in enumerate(column) if value]
-        for i, value in some:
+        nonzero = [(i, value) for i, value in enumerate(column) if value]
+        for i, value in nonzero:
             targets[i] += weight * value * row.seconds
-            for j, other in some:
+            for j, other in nonzero:
                 products[i][j] += weight * value * other
     return nonnegative(products, targets)
 
@@ -154,7 +154,7 @@ def _nondecreasing(values: Sequence[float]) -> list[float]:
     for value in values:
         mean, count = value, 1
         while means and means[-1][0] > mean:
-            before, number = means.pop()
-            mean, count = (mean * count + before * number) / (count + number), count + number
+            previous, number = means.pop()
+            mean, count = (mean * count + previous * number) / (count + number), count + number
         means.append((mean, count))
     return [mean for mean, count in means for _ in range(count)]

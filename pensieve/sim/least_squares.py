@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pensieve.core.streaming import solved
+from pensieve.core.streaming import solve
 
-RIDGE = 1e-12  # relative; lets proportional columns share what they explain
+RIDGE = 1e-12  # relative; the unknowns of proportional columns then share the sum
 IMPROVEMENT_MIN = 1e-9  # relative to the largest target; a smaller improvement is only rounding
 
 
@@ -24,34 +24,34 @@ def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -
         for i, row in enumerate(products)
     ]
     found, chosen = [0.0] * len(right), list[int]()
-    promising = IMPROVEMENT_MIN * max(map(abs, right), default=0.0)
+    improvement_min = IMPROVEMENT_MIN * max(map(abs, right), default=0.0)
     for _ in range(3 * len(right)):
-        promises = {
+        improvements = {
             i: right[i] - sum(matrix[i][j] * found[j] for j in chosen)
             for i in range(len(right))
             if i not in chosen and products[i][i] > 0
         }
-        best = max(promises, key=lambda i: promises[i], default=None)
-        if best is None or promises[best] <= promising:
+        best = max(improvements, key=lambda i: improvements[i], default=None)
+        if best is None or improvements[best] <= improvement_min:
             break
         chosen.append(best)
         while chosen:
-            wanted = solved(
+            solution = solve(
                 [[matrix[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen]
             )
-            if min(wanted) > 0:
-                for i, value in zip(chosen, wanted, strict=True):
+            if min(solution) > 0:
+                for i, value in zip(chosen, solution, strict=True):
                     found[i] = value
                 break
             step = min(  # the largest step before an unknown becomes negative
                 found[i] / (found[i] - value)
-                for i, value in zip(chosen, wanted, strict=True)
+                for i, value in zip(chosen, solution, strict=True)
                 if value <= 0
             )
-            for i, value in zip(chosen, wanted, strict=True):
+            for i, value in zip(chosen, solution, strict=True):
                 found[i] += step * (value - found[i])
-            left = [i for i in chosen if found[i] <= 1e-15]
-            for i in left:
+            zeros = [i for i in chosen if found[i] <= 1e-15]
+            for i in zeros:
                 found[i] = 0.0
-            chosen = [i for i in chosen if i not in left]
+            chosen = [i for i in chosen if i not in zeros]
     return [value / scale for value, scale in zip(found, scales, strict=True)]

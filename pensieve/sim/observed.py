@@ -1,8 +1,8 @@
-"""Collect what a replayed journal shows of each iteration: a sample of bounded size.
+"""Collect the work and the duration of a replayed journal's iterations, in a sample of bounded size.
 
 There are three kinds of iterations. The sample keeps evenly spaced iterations of each kind. At first, it
-keeps all iterations. Whenever it has too many of a kind, it drops every second iteration of this kind, and
-from then on takes only half as many.
+keeps all iterations. Whenever it has too many iterations of a kind, it drops every second one. From then on,
+it takes only half as many of this kind.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Observations:
         prefills = any(each.stop <= self._prompt_ends[each.attempt_id] for each in iteration.slices)
         for attempt_id in iteration.ended:
             self._prompt_ends.pop(attempt_id, None)
-        alone, moves = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
+        link_was_idle, has_swaps = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_ins)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_outs)
         moved = sum(self._slots.pop(copy_id, 0) for copy_id in finished)
@@ -54,12 +54,12 @@ class Observations:
         if seconds <= 0:
             return
         if not iteration.slices:
-            if moved and alone:
+            if moved and link_was_idle:
                 self.rates.append(moved / seconds)
                 del self.rates[:-KEPT_MAX]
             return
         kind = KINDS[0]
-        if moves or iteration.copies:
+        if has_swaps or iteration.copies:
             kind = KINDS[2]
         elif prefills:
             kind = KINDS[1]

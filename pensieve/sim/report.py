@@ -82,7 +82,7 @@ def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(key) for key in (*SWEPT, "seed"))
 
 
-def over_seeds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def repeats_by_point(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Group the repeats of each point, in the order of the points."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -108,7 +108,7 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of the columns that have values; swept columns only if they differ."""
-    rows = [_median(repeats) for repeats in over_seeds(rows)]
+    rows = [_median(repeats) for repeats in repeats_by_point(rows)]
     shown = [
         each
         for each in COLUMNS

@@ -3,8 +3,8 @@
 A `Series` has bins of equal width. When time exceeds the last bin, pairs of bins merge and the width doubles.
 So a minute and a month take the same memory, and every value still counts in the bin of its time.
 
-A `Distribution` counts values in classes of 0.5 % width (and one for values of zero or less), so a quantile
-is exact to within 0.25 %. Sums are exact.
+A `Distribution` counts values in classes of 0.5 % width (and one class for values of zero or less), so a
+quantile is exact to within 0.25 %. Sums are exact.
 """
 
 from __future__ import annotations

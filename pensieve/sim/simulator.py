@@ -95,7 +95,7 @@ class Simulator:
         keep_gaps: bool = False,
         count_from: float = 0.0,  # earlier turns are simulated and not counted
         until: float | None = None,  # stop at this time, whatever is left
-        free_until: float = 0.0,  # nothing takes time until then, to fill the cache
+        free_until: float = 0.0,  # before this time, nothing takes time, to fill the cache
         stateless: bool = False,
         phases: str = "unified",
         keep_series: bool = False,
@@ -197,9 +197,9 @@ class Simulator:
             return
         arrival = conversation.waiting.pop(0)
         conversation.running = True
-        first = self.clock.now() + arrival.after
+        earliest = self.clock.now() + arrival.after
         self._num_due += 1
-        heapq.heappush(self._due, (max(first, arrival.at or 0.0), self._num_due, arrival))
+        heapq.heappush(self._due, (max(earliest, arrival.at or 0.0), self._num_due, arrival))
 
     def _submit(self, arrival: Arrival, since: float) -> None:
         """Submit a message that arrived at `since`, which may be before the last iteration's end."""
@@ -235,7 +235,7 @@ class Simulator:
     def publish(self, events: Sequence[EngineEvent]) -> None:
         now = self.clock.now()
         counted = now >= self._count_from
-        since = self._last_token
+        last_token = self._last_token
         # Few keys, because most turns had their last token in the same iteration.
         gaps: dict[float, int] = {}
         num_delivered = 0
@@ -244,10 +244,10 @@ class Simulator:
                 num_delivered += 1
                 if self._keep_gaps:
                     attempt_id = event.attempt_id
-                    if counted and attempt_id in since:
-                        gap = now - since[attempt_id]
+                    if counted and attempt_id in last_token:
+                        gap = now - last_token[attempt_id]
                         gaps[gap] = gaps.get(gap, 0) + 1
-                    since[attempt_id] = now
+                    last_token[attempt_id] = now
             elif isinstance(event, TurnEnded):
                 self._end_turn(event, now)
         if counted:

@@ -5,8 +5,8 @@ may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
   tokens. Equal ids mean equal prefixes. The last block may be incomplete. A request continues an earlier
-  request if its ids begin with all ids of the earlier request except the last. These must be at least two
-  ids, because the first block is the same in every line. If several earlier requests match, the latest is
+  request if its ids begin with all ids of the earlier request except the last id. At least two ids must
+  match, because the first block is the same in every line. If several earlier requests match, the latest is
   continued. If two requests continue the same request, the second is a fork.
 * **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
@@ -58,8 +58,8 @@ class Problems:
         before, path = (
             [each for each in self.files if each[0] < line][-1] if self.files else (0, "")
         )
-        named = f" of {path}" if len(self.files) > 1 else ""
-        return f"line {line - before}{named}"
+        suffix = f" of {path}" if len(self.files) > 1 else ""
+        return f"line {line - before}{suffix}"
 
 
 def read(lines: Iterable[str], problems: Problems) -> Iterator[Arrival]:
@@ -123,10 +123,12 @@ def _number(value: object, name: str) -> float:
 
 
 class Mooncake:
-    """Find out which request of a Mooncake trace continues which."""
+    """Find the earlier request that a request of a Mooncake trace continues."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}  # hash of the ids without the last -> the latest request
+        self._latest: dict[
+            int, int
+        ] = {}  # hash of the ids without the last id -> the latest request
         # Conversation, tokens at the end of the request, whether it was continued.
         self._requests: list[tuple[str, int, bool]] = []
         self._num_forks = 0
@@ -139,26 +141,26 @@ class Mooncake:
         if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
             raise ValueError("hash_ids must be a list of whole numbers")
         number = len(self._requests)
-        before, key, last_key = -1, 0, 0
+        continued, key, last_key = -1, 0, 0
         for count, each in enumerate(ids, 1):
             last_key, key = key, hash((key, each))
             if count >= 2:
-                before = max(before, self._latest.get(key, -1))
+                continued = max(continued, self._latest.get(key, -1))
         if len(ids) >= 3:
             self._latest[last_key] = number
-        if before < 0:
+        if continued < 0:
             name = f"r{number}"
             self._requests.append((name, num_inputs + num_outputs, False))
             return Arrival(name, at, num_inputs, num_outputs)
-        name, length, continued = self._requests[before]
+        name, length, is_continued = self._requests[continued]
         history = min(length, num_inputs)
         kept = min(history, num_inputs - 1)  # a turn has at least one new token
         fork_of = ""
-        if continued:
+        if is_continued:
             fork_of, name = name, f"r{number}"
             self._num_forks += 1
         else:
-            self._requests[before] = (name, length, True)
+            self._requests[continued] = (name, length, True)
         self._requests.append((name, num_inputs + num_outputs, False))
         return Arrival(name, at, num_inputs - kept, num_outputs, 0.0, kept, fork_of)
 

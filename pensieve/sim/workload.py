@@ -41,8 +41,8 @@ class WorkloadPreset:
         if least <= 1:
             return self.turns_mean
         draw = random.Random(0)
-        found = [turns for _ in range(20_000) if (turns := _turns(draw, self)) >= least]
-        return sum(found) / len(found) if found else float(least)
+        counts = [turns for _ in range(20_000) if (turns := _turns(draw, self)) >= least]
+        return sum(counts) / len(counts) if counts else float(least)
 
 
 # The spreads reproduce published figures:
@@ -99,10 +99,10 @@ def drawn(
             continue
         length = 0
         for turn in range(turns):
-            around = preset.input_tokens
+            typical = preset.input_tokens
             if turn == 0 and preset.first_input_tokens:
-                around = preset.first_input_tokens
-            inputs = _length(draw, around, preset.input_spread)
+                typical = preset.first_input_tokens
+            inputs = _length(draw, typical, preset.input_spread)
             outputs = _length(draw, preset.output_tokens, preset.output_spread)
             length += inputs + outputs
             if length >= preset.context_max:
@@ -131,7 +131,7 @@ def _reaction(draw: random.Random, mean: float, spread: float) -> float:
     return draw.expovariate(1 / mean)
 
 
-def _length(draw: random.Random, around: float, spread: float) -> int:
+def _length(draw: random.Random, typical: float, spread: float) -> int:
     if spread:
-        return 1 + int(draw.lognormvariate(math.log(around), spread))
-    return 1 + int(draw.expovariate(1 / around))
+        return 1 + int(draw.lognormvariate(math.log(typical), spread))
+    return 1 + int(draw.expovariate(1 / typical))

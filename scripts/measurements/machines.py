@@ -122,7 +122,7 @@ def host_memories(
             if rate not in rows:
                 rows[rate] = row = run_replica(sized, load.arrivals(rate), load.window)
                 sized.check_served(row)
-                verdict = ", ".join(slo.violations(row)) or "carried"
+                verdict = ", ".join(slo.violations(row)) or "passed"
                 progress(
                     f"{sized.host_tokens:,} tokens on the host, {rate:.3g} conversations/s: {verdict}"
                 )

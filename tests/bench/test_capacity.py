@@ -121,7 +121,7 @@ def test_the_search_explains_why_no_load_meets_the_objective() -> None:
     searched = bench.search(Scheduling(WHOLE_PROMPTS), (0.1,), options(), sustained_up_to(0.0))
     (found,) = searched.found
     assert (found.rate, found.figures) == (0.0, None)
-    assert "P99 between tokens 0.3 s" in found.why
+    assert "P99 time between tokens 0.3 s" in found.why
     assert len(searched.rows) == 2
 
 
@@ -130,7 +130,7 @@ def test_a_median_queue_time_above_two_seconds_fails_the_load() -> None:
         return Played([ObservedTurn(10.0, 3.0, 2.5, [0.01], 2, True)], 60.0)
 
     (found,) = bench.search(Scheduling(WHOLE_PROMPTS), (0.1,), options(), queued).found
-    assert "median in the queue 2.5 s" in found.why
+    assert "median time in the queue 2.5 s" in found.why
 
 
 def test_schedulings_without_an_objective_share_one_daemon() -> None:

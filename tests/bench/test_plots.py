@@ -215,7 +215,7 @@ def test_repeats_are_drawn_as_a_band_from_least_to_most() -> None:
     band = again.axes.collections[0].get_paths()[0].get_extents()
     assert band.y0 == pytest.approx(100 * 0.05)
     assert band.y1 == pytest.approx(100 * 0.12)
-    assert any("least to most" in fact for fact in sheet.facts)
+    assert any("minimum to maximum" in fact for fact in sheet.facts)
 
 
 def drawn_by(act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Sheet:

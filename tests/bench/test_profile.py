@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.bench.profile import Profile, objectives, plot, profiled, unmeasured_cost
-from pensieve.bench.profile_driver import COPIED_PAGES, ROUNDS, Driver, measured
+from pensieve.bench.profile import Profile, measure_profile, objectives, plot, unmeasured_cost
+from pensieve.bench.profile_driver import COPIED_PAGES, ROUNDS, Driver, measure_points
 from pensieve.bench.profile_points import (
     CHUNKS,
     DECODES,
@@ -85,7 +85,9 @@ def profile_of(
 ) -> Profile:
     points = points_of(limits, quick)
     driver = Driver(machine, limits, 1000, points, lambda: machine.now)
-    return profiled(driver, points, limits, unmeasured_cost(8, 1000, "a machine"), 1000, quick)
+    return measure_profile(
+        driver, points, limits, unmeasured_cost(8, 1000, "a machine"), 1000, quick
+    )
 
 
 def test_profiling_recovers_known_costs() -> None:
@@ -155,7 +157,7 @@ def test_profile_points_cover_every_kind_and_respect_the_limits() -> None:
     small = replace(LIMITS, turns=3, tokens=24, context=128, pages=6, chunk_tokens=8)
     few = points_of(small, quick=False)
     assert few
-    assert all(small.allow(point) for point in few)
+    assert all(small.allows(point) for point in few)
     for point in few:
         assert sum(-(-stop // 8) for _, stop in point.spans) <= 6
 
@@ -178,7 +180,7 @@ def test_the_slowest_points_are_left_out_when_time_is_short() -> None:
         ProfilePoint(PROMPTS, ((0, 16),)),
     ]
     driver = Driver(slow, LIMITS, 1000, points, lambda: slow.now)
-    found = measured(driver, points, 0.0001, ROUNDS, clock=lambda: slow.now)
+    found = measure_points(driver, points, 0.0001, ROUNDS, clock=lambda: slow.now)
     assert [each.point for each in found] == [points[0]]
     assert found[0].seconds == pytest.approx(KNOWN_COSTS.iteration_seconds([(63, 64)]))
     assert found[0].times >= ROUNDS[0]

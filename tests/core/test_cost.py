@@ -82,7 +82,7 @@ def test_invalid_measured_points_are_refused(
 
 def test_a_piece_adds_as_much_work_as_a_slice() -> None:
     spans = [(5, 6), (0, 40), (100, 164)]
-    assert work_of(spans[:1]).and_piece(*spans[1]).and_piece(*spans[2]) == work_of(spans)
+    assert work_of(spans[:1]).plus_slice(*spans[1]).plus_slice(*spans[2]) == work_of(spans)
 
 
 def test_the_longest_piece_that_fits_is_found() -> None:

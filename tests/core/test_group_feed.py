@@ -104,8 +104,8 @@ def test_a_prefix_without_active_requests_is_opened_again() -> None:
     feed.prefix_computed(0)
     next_actions(feed)
     feed.ended(0, 4)
-    feed.returned(2)
-    feed.returned(1)
+    feed.take_back(2)
+    feed.take_back(1)
     assert next_actions(feed) == [Submit(1, 0, 8, opens=True)]
     feed.prefix_computed(0)
     assert next_actions(feed) == [Submit(2, 0, 8, opens=False)]
@@ -114,7 +114,7 @@ def test_a_prefix_without_active_requests_is_opened_again() -> None:
 def test_if_the_opener_has_no_reply_the_next_request_opens_the_prefix() -> None:
     feed = make_feed([(8, 3)])
     assert requests(next_actions(feed)) == [0]
-    feed.returned(0)
+    feed.take_back(0)
     assert next_actions(feed) == [Submit(0, 0, 8, opens=True)]
     feed.ended(0, None)
     assert next_actions(feed) == [Submit(1, 0, 8, opens=True)]
@@ -222,7 +222,7 @@ class World:
                 continue
             self.active.remove(request)
             if choose.random() < returning:
-                feed.returned(request)
+                feed.take_back(request)
             else:
                 self.results[request] = self.results.get(request, 0) + 1
                 feed.ended(request, choose.choice((None, choose.randint(1, 20))))
@@ -335,7 +335,7 @@ def drop_prefix_early(original: Change, self: GroupFeed, request: int, count: An
         ("_submit", assume_prefix_computed),
         ("_fits", always_fit),
         ("_fits", refuse_large_requests),
-        ("returned", forget_returned),
+        ("take_back", forget_returned),
         ("_make_ready", never_make_ready),
         ("_deactivate", stay_open),
         ("ended", keep_prefix),

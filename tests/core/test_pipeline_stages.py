@@ -104,7 +104,7 @@ def test_the_turns_that_waited_longest_are_in_the_next_micro_batch() -> None:
     ]
     builder: Any = SimpleNamespace(others_generate=False)
     rounds = [
-        {turn.attempt_id for turn in batches.chosen(turns, turns, builder, background=False)}
+        {turn.attempt_id for turn in batches.choose(turns, turns, builder, background=False)}
         for _ in range(8)
     ]
     assert all(len(each) == 3 for each in rounds)

@@ -322,8 +322,8 @@ STREAMING_FAULTS: dict[str, Plant] = {
     ),
     "a staged page lacks its last slot": replace_method(_GroupBuilder, "_add", load_too_little),
     "a page is staged in another's place": replace_method(_GroupBuilder, "add", swap_two_pages),
-    "the groups' order is swapped": replace_method(StreamGroups, "arranged", swap_groups),
-    "a group is wider than its arena": replace_method(StreamGroups, "arranged", widen_groups),
+    "the groups' order is swapped": replace_method(StreamGroups, "arrange", swap_groups),
+    "a group is wider than its arena": replace_method(StreamGroups, "arrange", widen_groups),
     "a streamed turn's host pages are not pinned": replace_method(PagePool, "take", pin_nothing),
     "a streamed turn joins a hole that another fills": replace_method(
         StreamedPages,

@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.core.cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.streaming import StreamCost, StreamLoad, solved
+from pensieve.core.streaming import StreamCost, StreamLoad, solve
 
 COST = IterationCost(1e-3, 2e-2, 0.0, 1e-6, 0.0)
 CONFIG = SchedulerConfig(cost=COST, copy_seconds=1e-4, group_seconds=1e-3)
@@ -18,7 +18,7 @@ def learn(seconds_of: object, loads: list[StreamLoad], late: float = 0.0) -> Str
     draw, cost = random.Random(1), StreamCost(CONFIG, 100)
     for load in loads:
         seconds = seconds_of(load)  # type: ignore[operator]
-        cost.took(load, seconds * (20.0 if draw.random() < late else draw.uniform(0.95, 1.05)))
+        cost.learn(load, seconds * (20.0 if draw.random() < late else draw.uniform(0.95, 1.05)))
     return cost
 
 
@@ -61,7 +61,7 @@ def test_old_iterations_fade() -> None:
     loads = random_loads(10, 50, 200)
     cost = learn(lambda load: 0.05, loads)
     for load in loads[:120]:
-        cost.took(load, 0.02)
+        cost.learn(load, 0.02)
     assert cost.seconds(StreamLoad(5, 1000, 0)) == pytest.approx(0.02, rel=0.1)
 
 
@@ -69,11 +69,11 @@ def test_no_term_of_the_cost_is_negative() -> None:
     """An iteration with more pages is faster, because the machine was busy in the earlier one."""
     cost = StreamCost(CONFIG, 100)
     for pages in range(0, 90, 3):
-        cost.took(StreamLoad(5, 1000, pages), 0.1 - 0.001 * pages)
+        cost.learn(StreamLoad(5, 1000, pages), 0.1 - 0.001 * pages)
     assert cost.seconds(StreamLoad(5, 1000, 500)) >= cost.seconds(StreamLoad(5, 1000, 50))
 
 
 def test_a_system_of_equations_is_solved() -> None:
     matrix, wanted = [[4.0, 1.0, 0.5], [1.0, 3.0, 0.0], [0.5, 0.0, 2.0]], [1.0, -2.0, 3.0]
     right_side = [sum(a * b for a, b in zip(row, wanted, strict=True)) for row in matrix]
-    assert solved(matrix, right_side) == pytest.approx(wanted)
+    assert solve(matrix, right_side) == pytest.approx(wanted)

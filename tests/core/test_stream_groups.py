@@ -9,10 +9,10 @@ from statistics import mean
 
 import pytest
 
-from pensieve.core.stream_groups import Groups, StreamItem, cheapest_order, makespan, packed
+from pensieve.core.stream_groups import Groups, StreamItem, cheapest_order, makespan, pack
 
 WORST, MEAN = 1.02, 1.001  # allowed makespan, as a multiple of the least makespan
-Case = tuple[list[StreamItem], int, float, float]  # arguments of `packed`
+Case = tuple[list[StreamItem], int, float, float]  # arguments of `pack`
 
 
 def timeline(groups: Groups, items: Sequence[StreamItem], before: float, launch: float) -> float:
@@ -197,7 +197,7 @@ def test_few_turns_are_packed_near_the_best_partition(num: int, cases: int) -> N
     rng, ratios = random.Random(num), []
     for case in range(cases):
         items, pages_max, before, launch = arguments = random_case(rng, num)
-        groups = packed(*arguments)
+        groups = pack(*arguments)
         assert sorted(chain(*groups)) == list(range(num))
         assert fits(groups, items, pages_max)
         best = least_by_listing(*arguments)
@@ -214,7 +214,7 @@ def test_six_and_seven_turns_are_packed_near_the_best_partition(num: int, cases:
     rng, ratios = random.Random(num), []
     for case in range(cases):
         items, _, before, launch = arguments = random_case(rng, num)
-        groups = packed(*arguments)
+        groups = pack(*arguments)
         end = makespan(groups, items, before, launch)
         best = least(*arguments)
         assert lower_bound(*arguments) <= best * (1 + 1e-9), (case, arguments)
@@ -242,7 +242,7 @@ def test_a_layer_among_many_takes_about_its_makespan() -> None:
     rng = random.Random(5)
     for _ in range(200):
         items, _, before, launch = arguments = random_case(rng, rng.randint(1, 7))
-        groups = packed(*arguments)
+        groups = pack(*arguments)
         copies = [sum(items[i].copy_seconds for i in group) for group in groups]
         attentions = [sum(items[i].attention_seconds for i in group) + launch for group in groups]
         layers = 40
@@ -316,7 +316,7 @@ def test_many_turns_end_near_the_lower_bound(num: int, ratio: float, limit: floa
                 items, pages_max, before_seconds, launch = arguments = large_case(
                     rng, num, ratio, prefills, arenas, before
                 )
-                groups = packed(*arguments)
+                groups = pack(*arguments)
                 assert sorted(chain(*groups)) == list(range(num))
                 assert fits(groups, items, pages_max)
                 end = makespan(groups, items, before_seconds, launch)
@@ -326,36 +326,36 @@ def test_many_turns_end_near_the_lower_bound(num: int, ratio: float, limit: floa
 def test_a_long_copy_runs_beside_a_long_attention() -> None:
     """The turn with the long attention goes first, so that the long copy runs beside that attention."""
     items = [StreamItem(8, 8.0, 1.0), StreamItem(1, 1.0, 8.0)]
-    assert packed(items, 100) == [[1], [0]]
+    assert pack(items, 100) == [[1], [0]]
     assert makespan([[1], [0]], items) == 1 + 8 + 1
 
 
 def test_expensive_launches_lead_to_one_group() -> None:
     items = [StreamItem(1, 1.0, 1.0) for _ in range(4)]
-    assert len(packed(items, 4, group_seconds=100.0)) == 1
-    assert len(packed(items, 4, group_seconds=0.0)) == 4
+    assert len(pack(items, 4, group_seconds=100.0)) == 1
+    assert len(pack(items, 4, group_seconds=0.0)) == 4
 
 
 def test_the_first_two_groups_are_loaded_during_the_dense_parts() -> None:
     items = [StreamItem(10, 1.0, 0.1) for _ in range(4)]
-    groups = packed(items, 20, before_seconds=4.0)
+    groups = pack(items, 20, before_seconds=4.0)
     assert makespan(groups, items, 4.0) == pytest.approx(4.4)
 
 
 def test_no_turns_give_no_groups() -> None:
-    assert packed([], 10) == []
+    assert pack([], 10) == []
     assert makespan([], [], 3.0) == lower_bound([], 10, 3.0) == 3.0
 
 
 def test_one_turn_is_one_group() -> None:
-    assert packed([StreamItem(10, 1.0, 2.0)], 10, 0.5, 0.25) == [[0]]
+    assert pack([StreamItem(10, 1.0, 2.0)], 10, 0.5, 0.25) == [[0]]
     assert makespan([[0]], [StreamItem(10, 1.0, 2.0)], 0.5, 0.25) == 1.0 + 2.0 + 0.25
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 7, 8, 50, 300])
 def test_turns_that_take_no_time_are_packed_too(num: int) -> None:
     items = [StreamItem(3, 0.0, 0.0) for _ in range(num)]
-    groups = packed(items, 7)
+    groups = pack(items, 7)
     assert sorted(chain(*groups)) == list(range(num))
     assert fits(groups, items, 7)
 
@@ -363,16 +363,16 @@ def test_turns_that_take_no_time_are_packed_too(num: int) -> None:
 @pytest.mark.parametrize("num", [3, 7, 20, 300])
 def test_turns_that_fill_an_arena_each_are_groups_of_one(num: int) -> None:
     items = [StreamItem(10, 1.0 + index % 3, 2.0 - index % 2) for index in range(num)]
-    groups = packed(items, 10, 0.5, 0.1)
+    groups = pack(items, 10, 0.5, 0.1)
     assert sorted(groups) == [[index] for index in range(num)]
 
 
 def test_a_turn_larger_than_an_arena_is_refused() -> None:
     with pytest.raises(AssertionError):
-        packed([StreamItem(11, 1.0, 1.0)], 10)
+        pack([StreamItem(11, 1.0, 1.0)], 10)
 
 
 @pytest.mark.parametrize("num", [5, 7, 30, 300])
 def test_the_same_turns_are_packed_the_same_way(num: int) -> None:
     arguments = random_case(random.Random(num), num)
-    assert packed(*arguments) == packed(*arguments)
+    assert pack(*arguments) == pack(*arguments)

@@ -127,10 +127,8 @@ def test_groups_are_repacked_only_when_they_no_longer_fit() -> None:
 def test_arriving_and_ending_turns_do_not_repack_all_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packings, packed = [], stream_groups.packed
-    monkeypatch.setattr(
-        stream_groups, "packed", lambda *given: packings.append(1) or packed(*given)
-    )
+    packings, pack = [], stream_groups.pack
+    monkeypatch.setattr(stream_groups, "pack", lambda *given: packings.append(1) or pack(*given))
     monkeypatch.setattr(stream_groups, "CHANGED_SHARE", 100.0)  # few turns quickly change by half
     world = make_world(host_pages=400, staging_pages=12)
     world.ask("big", 30, 60)
@@ -416,7 +414,7 @@ def auto_world(**seconds: float) -> ScriptedWorld:
 
 def freeze(world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent the cost model from learning."""
-    monkeypatch.setattr(streaming_of(world).cost, "took", lambda *a: None)
+    monkeypatch.setattr(streaming_of(world).cost, "learn", lambda *a: None)
 
 
 @pytest.mark.parametrize(("copy_seconds", "pays"), [(1e-4, True), (1e-2, False)])
@@ -473,8 +471,8 @@ def test_auto_stops_streaming_that_does_not_pay_and_retries_later(
     streaming = streaming_of(world)
     streaming._num_streamed = TRIED_FOR
     for _ in range(20):
-        streaming.cost.took(StreamLoad(1, 30, 0), 0.01)
-        streaming.cost.took(StreamLoad(2, 60, 6), 0.03)  # the copies slow everything down
+        streaming.cost.learn(StreamLoad(1, 30, 0), 0.01)
+        streaming.cost.learn(StreamLoad(2, 60, 6), 0.03)  # the copies slow everything down
     world.next()
     assert not b.streamed
     assert b.usage.suspensions == 1

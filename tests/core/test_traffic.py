@@ -182,15 +182,15 @@ def must_happen(shape: Shape) -> set[str]:
 def traffic(name: str, seeds: range) -> Counter[str]:
     """Run these worlds and return the sum of their counters. A note on an error names its world."""
     shape, total = SHAPES[name], Counter[str]()
-    within = IterationBuilder._within
+    tokens_allowed = IterationBuilder._tokens_allowed
 
     def count_cuts(builder: IterationBuilder, start: int, held_for: Turn | None = None) -> int:
-        found = within(builder, start, held_for)
+        found = tokens_allowed(builder, start, held_for)
         total["prompts_cut_by_time"] += found < builder.num_tokens_left
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IterationBuilder, "_within", count_cuts)
+        patch.setattr(IterationBuilder, "_tokens_allowed", count_cuts)
         most_ranges = run_worlds(shape, name, seeds, total)
     total["repaired_ranges_max"] = most_ranges
     return total

@@ -508,7 +508,7 @@ def delete_nothing(original: Change, run: BatchRun, conversation_id: str) -> Any
         (BatchRun, "_end", lose_cancelled),
         (BatchRun, "_end", accept_partial_reply),
         (BatchRun, "_delete", delete_nothing),
-        (GroupFeed, "returned", lambda original, feed, number: feed._deactivate(number)),
+        (GroupFeed, "take_back", lambda original, feed, number: feed._deactivate(number)),
     ],
 )
 def test_a_planted_fault_is_found(

@@ -1,4 +1,4 @@
-"""Eviction policies, which give cached chunks a value, and what they are made of.
+"""Eviction policies, which give cached chunks a value, and the parts of the policies.
 
     lru.py, value.py, return_policy.py   the policies; registry.py lists them by name
     protocol.py                          what a policy must implement

@@ -1,4 +1,4 @@
-"""Order the chunks by the value that a policy gives them: find the least valuable one without a search.
+"""Order the chunks by the value that a policy gives them: find the least valuable chunk without a search.
 
 There are three roles, each with its own queue and its own condition on a chunk:
 
@@ -12,12 +12,13 @@ and the branch is queued there. All entries of a value class have the same value
 the value falls with the idle time. So a value class is ordered by idle time, and this order never changes.
 The least valuable branch is therefore among the heads of the value classes.
 
-An entry is a *lower bound* of its branch's value. Apart from its fall with the idle time, which is the same
-for all entries of a value class, the value rises in three cases: a holder becomes active, the weight of
-several holders grows with time (`Branch.holders_weight`), or the chunk of the entry no longer qualifies. A
-rise changes no entry: the entry is corrected when it becomes the least valuable one. The value falls further
-when the branch loses a holder, or when an earlier chunk qualifies again. Then the branch is offered again at
-once, and its old entry becomes stale.
+An entry is a *lower bound* of its branch's value. The idle time lowers the values of all entries of a value
+class alike. A branch's value rises in three cases: a holder becomes active, the weight of several holders
+grows with time (`Branch.holders_weight`), or the chunk of the entry no longer qualifies. A rise changes no
+entry: the entry is corrected when it becomes the least valuable entry. A branch's value falls when the branch
+loses a holder, or when an earlier chunk qualifies again. Then the branch is offered again at once, and its
+old entry becomes stale.
+
 Entries of branches that a running turn holds are removed when they become the head of a value class. `offer`
 queues such a branch again when it is idle.
 
@@ -224,11 +225,11 @@ class EvictionQueue:
             assert entry.start == branch.start, (
                 f"{self.role.name}: {branch} begins at another chunk than its entry"
             )
-            believed = self.policy.value(value_class, now - since)
+            entry_value = self.policy.value(value_class, now - since)
             true_class = self.policy.value_class_of(branch, first.index, now)
             value = self.policy.value(true_class, now - branch.idle_since)
             # The value class was rounded down, so an outdated entry may be too high by one value class.
             slack = 1.0 if since == branch.idle_since else self.policy.value_class_ratio
-            assert believed <= value * slack * (1 + 1e-9), (
-                f"{self.role.name}: {branch} is overvalued, {believed} > {value}"
+            assert entry_value <= value * slack * (1 + 1e-9), (
+                f"{self.role.name}: {branch} is overvalued, {entry_value} > {value}"
             )

@@ -24,8 +24,8 @@ formula assumes that the KV is dropped at the best time u:
 
     worth(t) = max over u > t of   P(returns before u | away at t) / E[seconds until the return, or until u]
 
-Only this formula uses u. How long KV is really kept depends on the size of the cache. If the formula would
-rise with t, its lowest value up to t is used, because a queue needs values that fall with the idle time
+Only this formula uses u. How long KV is really kept depends on the size of the cache. Where the formula
+rises with t, its lowest value up to t is used, because a queue needs values that fall with the idle time
 (queue.py).
 """
 
@@ -95,7 +95,7 @@ class ReturnModel:
         self._intervals: list[deque[_Gap]] = [deque() for _ in EDGES]
         self._num_waiting = 0  # gaps in all intervals
         self._num_seen = 0  # conversations
-        self._prior_returned, self._prior_reached = _made_up()
+        self._prior_returned, self._prior_reached = _prior_sums()
         self._returned, self._reached = list(self._prior_returned), list(self._prior_reached)
         self.weights = list(PRIOR_WEIGHTS)
         self._certainty = [PRIOR_CERTAINTY] * len(PRIOR_WEIGHTS)
@@ -105,15 +105,15 @@ class ReturnModel:
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
         """Begin a gap; return the conversation's return_ratio."""
         self._advance(now)
-        before = self._gaps.pop(conversation_id, None)
-        num_turns = 1 + (before.num_turns if before is not None else 0)
-        serial = before.serial if before is not None else self._next_serial()
+        previous = self._gaps.pop(conversation_id, None)
+        num_turns = 1 + (previous.num_turns if previous is not None else 0)
+        serial = previous.serial if previous is not None else self._next_serial()
         gap = _Gap(serial, num_turns, traits_of(num_turns, ended), ended.length, now)
-        gap.num_hits = before.num_hits if before is not None else 0
+        gap.num_hits = previous.num_hits if previous is not None else 0
         self._keep(conversation_id, gap)
         self._intervals[0].append(gap)
         self._num_waiting += 1
-        if self._num_waiting > 2 * GAPS_MAX:  # most of them are over
+        if self._num_waiting > 2 * GAPS_MAX:  # most of these gaps are over
             for index, interval in enumerate(self._intervals):
                 self._intervals[index] = deque(each for each in interval if not each.over)
             self._num_waiting = sum(map(len, self._intervals))
@@ -222,22 +222,22 @@ class ReturnModel:
             away.append(away[-1] * (1 - min(self._rate(index), RATE_MAX)))
             waited.append(waited[-1] + (edge - before) * (away[-2] + away[-1]) / 2)
             before = edge
-        found, least = [], math.inf
+        worths, least = [], math.inf
         for begin in range(len(EDGES)):
             best = max(
                 (away[begin] - away[end]) / (waited[end] - waited[begin])
                 for end in range(begin + 1, len(away))
             )
             least = min(least, best)
-            found.append(least)
-        return [*found, least * 1e-3]  # after the last edge no return is expected
+            worths.append(least)
+        return [*worths, least * 1e-3]  # after the last edge no return is expected
 
 
 def _faded(sums: list[float], priors: list[float]) -> list[float]:
     return [prior + FADE * (each - prior) for each, prior in zip(sums, priors, strict=True)]
 
 
-def _made_up() -> tuple[list[float], list[float]]:
+def _prior_sums() -> tuple[list[float], list[float]]:
     """Return the prior: how many gaps ended in each interval, and how many reached it."""
     returned, reached, before, left = [], [], 0.0, PRIOR_GAPS
     for edge in EDGES:

@@ -3,13 +3,13 @@
     value = cost(l) · sum over the holders of (return_ratio) · worth(idle time)
 
 The return_ratio and the worth come from a model of returns (return_model.py). A value is the seconds of
-recompute saved per second of keeping the chunk. A conversation's return_ratio is known when its turn ends. It
-and the cost determine the value class of a chunk. The worth changes with time, but in the same way for all
-conversations. So a queue keeps its order (queue.py). The model of returns gives each trait of a
-conversation a learned weight. The absence that a client announces is one of these traits.
+recompute saved per second of keeping the chunk. A conversation's return_ratio is known when its turn ends.
+The return_ratio and the cost determine the value class of a chunk. The worth changes with time, but in the
+same way for all conversations. So a queue keeps its order (queue.py). The model of returns gives each trait
+of a conversation a learned weight. The absence that a client announces is one of these traits.
 
-The model may be wrong, especially when the workload changes, and many conversations may return one after the
-other, which is a scan. So three orders of eviction are compared: by learned value, plain lru, and by learned
+The model may be wrong, especially when the workload changes. Also, many conversations may return one after
+the other (a *scan*). So three orders of eviction are compared: by learned value, plain lru, and by learned
 value times a random factor, which resists scans. The cache follows the order that would recently have cost
 least (shadow_cache.py).
 
@@ -31,7 +31,7 @@ from pensieve.core.prefix_tree import Branch
 
 VALUE_CLASS_RATIO = 1.15
 NUM_VALUE_CLASSES = 96
-UNIT_VALUE_CLASS = 40  # of a chunk without context, of a conversation with the return_ratio 1
+UNIT_VALUE_CLASS = 40  # value class of a chunk without context, if the return_ratio is 1
 
 
 class ReturnPolicy:
@@ -96,13 +96,14 @@ class ReturnPolicy:
         return self._cost.copy_seconds <= self._cost.chunk_seconds(context)
 
     def worth_swapping_out(self, branch: Branch, chunk_index: int, now: float) -> bool:
-        copy = self._cost.copy_seconds
-        if not copy or self.trial.followed is Order.LRU:
+        copy_seconds = self._cost.copy_seconds
+        if not copy_seconds or self.trial.followed is Order.LRU:
             return True
-        gain = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens) - copy
+        context = (chunk_index + 1) * self._chunk_tokens
+        gain = self._cost.chunk_seconds(context) - copy_seconds
         return_ratio = branch.holders_weight(now, with_value_factors=False)
-        returns = self.model.likelihood(return_ratio, now - branch.idle_since)
-        return returns * gain > copy
+        probability = self.model.likelihood(return_ratio, now - branch.idle_since)
+        return probability * gain > copy_seconds
 
     def _value_of_bucket(self, bucket: int, idle_seconds: float) -> float:
         return math.exp(bucket * BUCKET_STEP) * self.model.worth(idle_seconds)

@@ -49,7 +49,7 @@ SPREAD = 3.0  # random factors are between exp(-SPREAD) and 1
 HITS_MIN = 3  # successive hits with lru that make a conversation's factor 1
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
-BucketValue = Callable[[int, float], float]  # of a bucket and an idle time
+BucketValue = Callable[[int, float], float]  # (bucket, idle seconds) -> value
 
 
 class Order(IntEnum):
@@ -175,14 +175,14 @@ class Trial:
 
     def turn_began(self, conversation_id: str, length: int, now: float) -> bool:
         """Charge all caches. Return whether lru would have kept the whole conversation."""
-        faded = math.exp(min(self._charged_at - now, 0.0) / FADE_SECONDS)
+        fading = math.exp(min(self._charged_at - now, 0.0) / FADE_SECONDS)
         self._charged_at = now
         missing = {}
         for order, shadow_cache in self._shadow_caches.items():
             num_missing = shadow_cache.remove(conversation_id)
             missing[order] = length if num_missing is None else num_missing
             charge = self._seconds_of(missing[order])
-            self._charges[order] = self._charges[order] * faded + charge
+            self._charges[order] = self._charges[order] * fading + charge
         self._choose()
         return not missing[Order.LRU]
 
