@@ -70,7 +70,7 @@ AWAY = Refusal("UNAVAILABLE")
 
 @dataclass(frozen=True)
 class Mishap:
-    """The fault of one stream. It comes after `after` of the words, or before `started` if -1."""
+    """The fault of one stream. It happens after `after` words, or before the response `started` if -1."""
 
     after: int = -1
     refusal: Refusal | None = AWAY  # None: the stream ends without an error
@@ -125,7 +125,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self.refusals: deque[Refusal] = deque()  # for the next unary calls
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams left by clients
-        self.found: dict[str, FakeConversation] = {}
+        self.conversations: dict[str, FakeConversation] = {}
         self.declared: dict[str, pb.GetPrefixResponse] = {}
         self.homes: dict[str, str] = {}  # conversation -> home, reported as if calls were forwarded
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
@@ -135,7 +135,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self._turn_ids = itertools.count(1)
         self._ending = threading.Lock()  # a turn ends only once, although several streams read it
         if history_of is not None:
-            self.found, self.declared = history_of.found, history_of.declared
+            self.conversations, self.declared = history_of.conversations, history_of.declared
             self._turn_ids, self._ending = history_of._turn_ids, history_of._ending
         self._server = grpc.server(futures.ThreadPoolExecutor(24))
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(self, self._server)
@@ -256,7 +256,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
     def _turn(
         self, request: pb.SendMessageRequest, context: grpc.ServicerContext, over: threading.Event
     ) -> tuple[FakeConversation, FakeTurn, bool]:
-        kept = self.found.get(request.conversation_id)
+        kept = self.conversations.get(request.conversation_id)
         if kept is None:
             if not request.create_if_missing:
                 over.set()
@@ -291,7 +291,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
     ) -> pb.CancelTurnResponse:
         self._note("CancelTurn", request, context)
         self.before_cancel()
-        kept = self._kept(request, context)
+        kept = self._require(request, context)
         running = kept.running
         if request.request_id:
             asked = kept.turns.get(request.request_id)
@@ -312,7 +312,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
 
     def complete(self, conversation_id: str) -> None:
         """Complete the running turn without telling any client."""
-        kept = self.found[conversation_id]
+        kept = self.conversations[conversation_id]
         turn, kept.running = kept.running, None
         assert turn is not None
         turn.finish_reason = pb.FINISH_REASON_STOP
@@ -326,12 +326,12 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self, request: pb.CreateConversationRequest, context: grpc.ServicerContext
     ) -> pb.CreateConversationResponse:
         self._note("CreateConversation", request, context)
-        return pb.CreateConversationResponse(conversation=self._created(request, context))
+        return pb.CreateConversationResponse(conversation=self._create(request, context))
 
-    def _created(
+    def _create(
         self, request: pb.CreateConversationRequest, context: grpc.ServicerContext
     ) -> pb.Conversation:
-        if request.conversation_id in self.found:
+        if request.conversation_id in self.conversations:
             Refusal("ALREADY_EXISTS", "ALREADY_EXISTS").end(context)
         kept = self._begin(request.conversation_id)
         kept.conversation.metadata.CopyFrom(request.metadata)
@@ -352,20 +352,20 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self._note("ImportConversation", whole, context)
         if not pieces[-1].complete:
             Refusal("CANCELLED", "INCOMPLETE").end(context)
-        return pb.ImportConversationResponse(conversation=self._created(whole, context))
+        return pb.ImportConversationResponse(conversation=self._create(whole, context))
 
     def GetConversation(
         self, request: pb.GetConversationRequest, context: grpc.ServicerContext
     ) -> pb.GetConversationResponse:
         self._note("GetConversation", request, context)
-        return pb.GetConversationResponse(conversation=self._kept(request, context).conversation)
+        return pb.GetConversationResponse(conversation=self._require(request, context).conversation)
 
     def DeleteConversation(
         self, request: pb.DeleteConversationRequest, context: grpc.ServicerContext
     ) -> pb.DeleteConversationResponse:
         self._note("DeleteConversation", request, context)
-        self._kept(request, context)
-        del self.found[request.conversation_id]
+        self._require(request, context)
+        del self.conversations[request.conversation_id]
         return pb.DeleteConversationResponse()
 
     def ListConversations(
@@ -374,7 +374,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self._note("ListConversations", request, context)
         start = int(request.page_token or 0)
         end = start + PAGE_SIZE
-        states = [kept.conversation for kept in self.found.values()][::-1]
+        states = [kept.conversation for kept in self.conversations.values()][::-1]
         return pb.ListConversationsResponse(
             conversations=states[start:end],
             next_page_token=str(end) if end < len(states) else "",
@@ -384,7 +384,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self, request: pb.ListMessagesRequest, context: grpc.ServicerContext
     ) -> pb.ListMessagesResponse:
         self._note("ListMessages", request, context)
-        messages = self._kept(request, context).messages
+        messages = self._require(request, context).messages
         start = int(request.page_token or 0)
         end = start + PAGE_SIZE
         page = pb.ListMessagesResponse(
@@ -399,7 +399,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self, request: pb.ForkConversationRequest, context: grpc.ServicerContext
     ) -> pb.ForkConversationResponse:
         self._note("ForkConversation", request, context)
-        source = self._kept(request, context)
+        source = self._require(request, context)
         last = source.conversation.revision
         if request.HasField("at_revision"):
             last = request.at_revision
@@ -413,7 +413,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self, request: pb.RewindConversationRequest, context: grpc.ServicerContext
     ) -> pb.RewindConversationResponse:
         self._note("RewindConversation", request, context)
-        kept = self._kept(request, context)
+        kept = self._require(request, context)
         kept.messages = [each for each in kept.messages if each.revision <= request.to_revision]
         kept.conversation.revision += 1
         return pb.RewindConversationResponse(conversation=kept.conversation)
@@ -428,7 +428,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self, request: pb.WarmConversationRequest, context: grpc.ServicerContext
     ) -> pb.WarmConversationResponse:
         self._note("WarmConversation", request, context)
-        self._kept(request, context)
+        self._require(request, context)
         return pb.WarmConversationResponse()
 
     def _check(
@@ -458,10 +458,10 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
 
     def _begin(self, conversation_id: str) -> FakeConversation:
         kept = FakeConversation(pb.Conversation(conversation_id=conversation_id))
-        self.found[conversation_id] = kept
+        self.conversations[conversation_id] = kept
         return kept
 
-    def _kept(self, request: Any, context: grpc.ServicerContext) -> FakeConversation:
-        if request.conversation_id not in self.found:
+    def _require(self, request: Any, context: grpc.ServicerContext) -> FakeConversation:
+        if request.conversation_id not in self.conversations:
             Refusal("NOT_FOUND", "NOT_FOUND").end(context)
-        return self.found[request.conversation_id]
+        return self.conversations[request.conversation_id]

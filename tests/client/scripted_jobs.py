@@ -1,4 +1,4 @@
-"""The jobs of the scripted daemon. It stores files, answers each line with the line, and fails on demand."""
+"""The jobs of the scripted daemon. It stores files, answers each line with a copy, and fails on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
             deque()
         )  # for the next streams: number of messages before the break; -1: no break
         self.is_idle = False  # True: a watched job does not change
-        self.left = threading.Event()  # set when a watch has ended
+        self.watch_ended = threading.Event()  # set when a watch has ended
         self.lost_answers = 0  # number of CreateJob calls that create the job, but lose the answer
         self.jobs: dict[str, pb.Job] = {}
         self.files: dict[str, bytes] = {}
@@ -35,9 +35,9 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
         first = next(requests)
         header = first.header
         self.calls.append(("CreateJob", header))
-        text, complete, most = b"", False, self._most()
+        text, complete, break_after = b"", False, self._next_break()
         for number, each in enumerate(requests):
-            if number == most:
+            if number == break_after:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "away")
             complete = complete or each.complete
             text += each.chunk
@@ -111,9 +111,9 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
     ) -> Iterator[pb.GetResultsResponse]:
         self._job("GetResults", request, context)
         lines = self.files[request.job_id].splitlines(keepends=True)[request.after_line :]
-        text, most, last = b"".join(lines), self._most(), request.after_line
+        text, break_after, last = b"".join(lines), self._next_break(), request.after_line
         for number, first in enumerate(range(0, len(text), PIECE_BYTES)):
-            if number == most:
+            if number == break_after:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "away")
             chunk = text[first : first + PIECE_BYTES]
             last += chunk.count(b"\n")
@@ -122,26 +122,26 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
     def WatchJob(
         self, request: pb.WatchJobRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchJobResponse]:
-        job, most = self._job("WatchJob", request, context), self._most()
-        if not context.add_callback(self.left.set):
-            self.left.set()
+        job, break_after = self._job("WatchJob", request, context), self._next_break()
+        if not context.add_callback(self.watch_ended.set):
+            self.watch_ended.set()
         number = 0
         while True:
-            if number == most:
+            if number == break_after:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "away")
             number += 1
             yield pb.WatchJobResponse(job=job)
             if job.state == pb.JOB_STATE_ENDED:
                 return
             if self.is_idle:
-                self.left.wait(30)
+                self.watch_ended.wait(30)
                 return
             job.num_answered += 1
             if job.num_answered == job.num_lines:
                 job.state, job.outcome = pb.JOB_STATE_ENDED, pb.JOB_OUTCOME_COMPLETED
                 job.end_time.seconds = 1_000_000_007
 
-    def _most(self) -> int:
+    def _next_break(self) -> int:
         return self.breaks.popleft() if self.breaks else -1
 
     def _job(self, name: str, request: Any, context: grpc.ServicerContext) -> pb.Job:

@@ -21,7 +21,7 @@ class Fleet:
         first = ScriptedServer()
         self.servers = [first, *(ScriptedServer(history_of=first) for _ in range(num_servers - 1))]
         self.addresses = [server.address for server in self.servers]
-        self.ever = [*self.servers]  # all servers, also the stopped ones
+        self.all_servers = [*self.servers]  # also the stopped servers
 
     def __enter__(self) -> Self:
         for server in self.servers:
@@ -32,18 +32,18 @@ class Fleet:
         for server in self.servers:
             server.__exit__()
 
-    def at(self, address: str) -> ScriptedServer:
+    def server_at(self, address: str) -> ScriptedServer:
         return self.servers[self.addresses.index(address)]
 
     def stop(self, address: str) -> None:
         """Cut the server's connections and stop listening."""
-        self.at(address).__exit__()
+        self.server_at(address).__exit__()
 
     def start(self, address: str) -> ScriptedServer:
         """Start the server again, with the shared history."""
         server = ScriptedServer(address, history_of=self.servers[0])
         assert server.address == address
-        self.ever.append(server)
+        self.all_servers.append(server)
         self.servers[self.addresses.index(address)] = server.__enter__()
         return server
 
@@ -61,7 +61,7 @@ class Fleet:
             server.calls.clear()
 
 
-class WithThreads:
+class SyncCaller:
     """The sync client."""
 
     def __init__(self, addresses: list[str], retry: Retry = QUICK, **options: Any) -> None:
@@ -101,7 +101,7 @@ class WithThreads:
             after(len(seen))
         return seen
 
-    def listed(self, call: Callable[[Any], Any]) -> list[Any]:
+    def collect(self, call: Callable[[Any], Any]) -> list[Any]:
         return list(call(self.client))
 
     @property
@@ -109,7 +109,7 @@ class WithThreads:
         return {each.address: each for each in self.client.addresses}
 
 
-class WithTasks(WithThreads):
+class AsyncCaller(SyncCaller):
     """The async client, in an event loop that runs only during calls."""
 
     def __init__(self, addresses: list[str], retry: Retry = QUICK, **options: Any) -> None:
@@ -157,7 +157,7 @@ class WithTasks(WithThreads):
 
         return self._runner.run(main())
 
-    def listed(self, call: Callable[[Any], Any]) -> list[Any]:
+    def collect(self, call: Callable[[Any], Any]) -> list[Any]:
         async def main() -> list[Any]:
             return [each async for each in call(self.client)]
 

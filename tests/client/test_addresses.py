@@ -35,7 +35,7 @@ def addresses(clock: Clock) -> Addresses:
     return Addresses(NAMES, RETRY, clock)
 
 
-def chosen(addresses: Addresses, *tried: str) -> Choice | None:
+def choose(addresses: Addresses, *tried: str) -> Choice | None:
     return addresses.choose(NAMES, tried)
 
 
@@ -45,18 +45,18 @@ def test_an_address_is_avoided_for_longer_after_each_failure(
     pauses = []
     addresses.note_failed("gpu1:1", "away")
     for _ in range(6):
-        assert chosen(addresses) == ("gpu2:1", False)
+        assert choose(addresses) == ("gpu2:1", False)
         pause = addresses.states()[0].seconds_left
         pauses.append(pause)
         clock.now += pause
-        assert chosen(addresses) == ("gpu1:1", True)  # one request checks this address
-        assert chosen(addresses) == ("gpu2:1", False)  # others do not wait for the check
+        assert choose(addresses) == ("gpu1:1", True)  # one request checks this address
+        assert choose(addresses) == ("gpu2:1", False)  # others do not wait for the check
         addresses.note_failed("gpu1:1", "still away")
     assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
     assert addresses.states()[0] == AddressState("gpu1:1", "avoided", 7, 8.0, "still away")
     addresses.note_works("gpu1:1")
     assert addresses.states()[0] == AddressState("gpu1:1", "works")
-    assert chosen(addresses) == ("gpu1:1", False)
+    assert choose(addresses) == ("gpu1:1", False)
 
 
 def test_simultaneous_failures_of_many_calls_count_once(addresses: Addresses, clock: Clock) -> None:
@@ -79,17 +79,17 @@ def test_pauses_have_jitter() -> None:
 def test_an_address_in_doubt_is_checked_first_but_stays_chosen(addresses: Addresses) -> None:
     addresses.note_doubt("gpu1:1", "the stream broke")
     assert addresses.states()[0] == AddressState("gpu1:1", "in doubt", error="the stream broke")
-    assert [chosen(addresses), chosen(addresses)] == [("gpu1:1", True)] * 2
+    assert [choose(addresses), choose(addresses)] == [("gpu1:1", True)] * 2
     addresses.note_works("gpu1:1")
-    assert chosen(addresses) == ("gpu1:1", False)
+    assert choose(addresses) == ("gpu1:1", False)
 
 
 def test_an_avoided_address_is_used_if_all_are_avoided(addresses: Addresses) -> None:
     for name in NAMES:
         addresses.note_failed(name, "away")
-    assert chosen(addresses) == ("gpu1:1", True)
-    assert chosen(addresses, "gpu1:1") == ("gpu2:1", True)
-    assert chosen(addresses, *NAMES) is None
+    assert choose(addresses) == ("gpu1:1", True)
+    assert choose(addresses, "gpu1:1") == ("gpu2:1", True)
+    assert choose(addresses, *NAMES) is None
 
 
 def test_a_single_address_is_never_checked_or_avoided(clock: Clock) -> None:
@@ -112,7 +112,7 @@ def test_learned_homes_are_bounded_and_the_least_recently_used_is_forgotten(
     other = {key: ranked(key, NAMES)[1] for key in keys}
     for key in keys[:-1]:
         assert addresses.learn(key, other[key])
-    assert addresses.order(keys[0])[0] == other[keys[0]]  # a use, so keys[1] is the oldest now
+    assert addresses.order(keys[0])[0] == other[keys[0]]  # this use makes keys[1] the oldest
     addresses.learn(keys[-1], other[keys[-1]])
     assert len(addresses._homes) == HOMES_MAX
     assert addresses.order(keys[0]) == [
@@ -210,7 +210,7 @@ def test_an_address_that_answers_with_an_error_works(addresses: Addresses) -> No
     assert {each.address: each.state for each in addresses.states()}[name] == "works"
 
 
-# -- homes: every client chooses the same one, and only conversations that must move do --
+# -- homes: every client chooses the same home, and only conversations that must move are moved --
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,10 @@ def test_many_conversations_are_spread_evenly() -> None:
 
 def test_removing_an_address_moves_only_its_conversations_each_to_its_next_address() -> None:
     for gone in THREE:
-        left = [name for name in THREE if name != gone]
+        remaining = [name for name in THREE if name != gone]
         for key in KEYS:
             before = ranked(key, THREE)
-            assert ranked(key, left) == [name for name in before if name != gone]
+            assert ranked(key, remaining) == [name for name in before if name != gone]
 
 
 def test_an_added_address_takes_an_equal_share_from_each_address() -> None:

@@ -40,7 +40,7 @@ def run(server: ScriptedServer, script: Script) -> list[float]:
     return slept
 
 
-async def abandoned(server: ScriptedServer) -> str:
+async def wait_for_abandoned(server: ScriptedServer) -> str:
     return await asyncio.to_thread(server.abandoned.get, timeout=SAFETY_SECONDS)
 
 
@@ -124,11 +124,11 @@ def test_leaving_the_loop_or_closing_the_turn_abandons_it(server: ScriptedServer
         server.mishaps.extend([Mishap(after=1, stalls=True)] * 2)
         async for _ in client.conversation("c").send("a b", request_id="left"):
             break
-        assert await abandoned(server) == "left"
+        assert await wait_for_abandoned(server) == "left"
         turn = client.conversation("d").send("a b", request_id="closed")
         await anext(turn)
         await turn.close()
-        assert await abandoned(server) == "closed"
+        assert await wait_for_abandoned(server) == "closed"
         with pytest.raises(errors.TurnInterrupted):
             await turn.reply()
 
@@ -142,14 +142,13 @@ def test_cancelling_a_task_ends_its_turn(server: ScriptedServer) -> None:
         turn = client.conversation("c").send("a b c", request_id="r")
         task = asyncio.create_task(turn.reply())
         assert await asyncio.to_thread(stalled.wait, SAFETY_SECONDS)
-        while (
-            not turn._course.progress.num_tokens
-        ):  # the server has sent the word, but the task has not read it yet
+        # The server has sent the word, but the task may not have read it yet.
+        while not turn._course.progress.num_tokens:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await abandoned(server) == "r"
+        assert await wait_for_abandoned(server) == "r"
         (ended,) = server.requests("CancelTurn")
         assert (ended.request_id, ended.keep_tokens, ended.attempt) == ("r", 1, 1)
         with pytest.raises(errors.TurnInterrupted, match="the delivered part"):

@@ -131,14 +131,14 @@ def test_only_calls_without_side_effects_are_retried(
 ) -> None:
     talk = client.conversation("c")
     talk.ask("a b")
-    again: dict[str, Act] = {
+    retried: dict[str, Act] = {
         "GetConversation": lambda c: c.get(),
         "ListMessages": lambda c: list(c.messages()),
         "ListConversations": lambda c: list(c.client.conversations()),
         "WarmConversation": lambda c: c.warm(),
         "CancelTurn": lambda c: c.cancel(),
     }
-    for name, act in again.items():
+    for name, act in retried.items():
         server.calls.clear()
         server.refusals.extend([AWAY, AWAY])
         act(talk)
@@ -148,14 +148,14 @@ def test_only_calls_without_side_effects_are_retried(
         with pytest.raises(errors.Unavailable):
             act(talk)
         assert server.names() == [name] * 4
-    once: dict[str, Act] = {
+    not_retried: dict[str, Act] = {
         "CreateConversation": lambda c: c.create(),
         "ForkConversation": lambda c: c.fork(),
         "RewindConversation": lambda c: c.rewind(0),
         "DeleteConversation": lambda c: c.delete(),
         "Check": lambda c: c.client.healthy(),
     }
-    for name, act in once.items():
+    for name, act in not_retried.items():
         server.calls.clear()
         server.refusals.append(AWAY)
         if name == "Check":
@@ -348,10 +348,8 @@ def test_every_error_class_is_found_by_its_reason() -> None:
                 yield from tree(each)
 
     for kind in tree(errors.PensieveError):
-        if kind in (
-            errors.TurnFailed,
-            errors.ServerFault,
-        ):  # their reasons vary, and are not class attributes
+        # The reasons of these errors vary, and are not class attributes.
+        if kind in (errors.TurnFailed, errors.ServerFault):
             continue
         refusal = Refusal(kind.grpc_status, kind.reason)
         code = getattr(grpc.StatusCode, kind.grpc_status)

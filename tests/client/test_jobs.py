@@ -183,12 +183,12 @@ def test_invalid_arguments_are_refused_before_sending(
     assert server.jobs.calls == []
 
 
-@pytest.mark.parametrize("most", range(9))
+@pytest.mark.parametrize("break_after", range(9))
 def test_results_continue_where_their_stream_broke(
-    server: ScriptedServer, client: Client, most: int
+    server: ScriptedServer, client: Client, break_after: int
 ) -> None:
     client.jobs.create(FILE, job_id="broken")
-    server.jobs.breaks.extend([most, most])
+    server.jobs.breaks.extend([break_after, break_after])
     assert list(client.jobs.results("broken")) == LINES
     assert names(server).count("GetResults") > 1
 
@@ -213,7 +213,7 @@ def test_leaving_the_loop_of_a_watch_ends_its_stream(
     for job in client.jobs.watch("left"):
         assert job.num_answered == 0
         break
-    assert server.jobs.left.wait(30)
+    assert server.jobs.watch_ended.wait(30)
 
 
 def test_jobs_with_the_async_client(server: ScriptedServer, tmp_path: Path) -> None:

@@ -425,13 +425,13 @@ def test_an_interrupt_just_after_the_request_was_sent_ends_the_turn(
         talk, opened = client.conversation(), []
         open_stream: Open = client._connection.stream
 
-        def interrupted(*arguments: object) -> None:
+        def open_and_interrupt(*arguments: object) -> None:
             opened.append(open_stream(*arguments))
             wait_for(lambda: rig.num_live)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(client._connection, "stream", interrupted)
+            patched.setattr(client._connection, "stream", open_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 next(endless(talk))
         assert talk.ask("again", max_tokens=3).revision == 1
@@ -445,12 +445,12 @@ def test_a_turn_closed_just_before_its_request_is_sent_ends(
         talk = client.conversation()
         turn, take_step = endless(talk), getattr(client._connection, step)
 
-        def closed(*arguments: object) -> object:
+        def close_first(*arguments: object) -> object:
             turn.close()  # another thread may do this
             return take_step(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(client._connection, step, closed)
+            patched.setattr(client._connection, step, close_first)
             assert list(turn) == []
         with pytest.raises(errors.TurnInterrupted, match="nothing of it is in the history"):
             _ = turn.reply
@@ -467,17 +467,17 @@ def test_an_async_turn_closed_just_before_its_request_is_sent_ends(
             turn, take_step = endless_async(talk), getattr(client._connection, step)
             closing: list[asyncio.Task[None]] = []
 
-            async def closed_before(*arguments: object) -> None:
+            async def close_and_await(*arguments: object) -> None:
                 await turn.close()
                 await take_step(*arguments)
 
-            def closed(*arguments: object) -> object:
+            def close_first(*arguments: object) -> object:
                 closing.append(asyncio.create_task(turn.close()))
                 return take_step(*arguments)
 
             with monkeypatch.context() as patched:
                 patched.setattr(
-                    client._connection, step, closed if step == "stream" else closed_before
+                    client._connection, step, close_first if step == "stream" else close_and_await
                 )
                 pieces: list[Piece] = []
                 await read(turn, pieces)
@@ -506,22 +506,23 @@ def test_if_another_thread_closes_a_turn_the_readers_error_says_what_is_kept(
     with Client(rig.server.address) as client:
         turn = endless(client.conversation())
         next(turn)
-        end_turn, asked, told = client._connection.end_turn, threading.Event(), threading.Event()
+        end_turn = client._connection.end_turn
+        has_answered, reader_failed = threading.Event(), threading.Event()
 
         def slowly(*ending: Any) -> object:  # the server's answer arrives after the reader's error
             answer = end_turn(*ending)
             if threading.current_thread() is closer:
-                asked.set()
-                told.wait(10)
+                has_answered.set()
+                reader_failed.wait(10)
             return answer
 
         monkeypatch.setattr(client._connection, "end_turn", slowly)
         closer = threading.Thread(target=turn.close)
         closer.start()
-        asked.wait(10)
+        has_answered.wait(10)
         try:
             with pytest.raises(errors.TurnInterrupted, match="the delivered part of it is in the"):
                 _ = turn.reply
         finally:
-            told.set()
+            reader_failed.set()
             closer.join()

@@ -40,12 +40,12 @@ def loading(data: Path) -> Iterator[tuple[DaemonRig, Callable[[], None]]]:
 
 def test_clients_wait_for_a_daemon_that_loads_its_model(tmp_path: Path) -> None:
     slept: list[float] = []
-    with loading(tmp_path / "data") as (rig, let_go):
+    with loading(tmp_path / "data") as (rig, finish_loading):
 
         def sleep(seconds: float) -> None:
             slept.append(seconds)
             if len(slept) == MANY:
-                let_go()
+                finish_loading()
                 wait_for(lambda: rig.daemon.serving)
 
         with Client(rig.server.address, sleep=sleep) as client:
@@ -85,12 +85,12 @@ def test_a_turn_survives_an_engine_restart_that_loads_for_long(tmp_path: Path) -
 def test_the_async_client_waits_while_a_daemon_loads_its_model(tmp_path: Path) -> None:
     async def talk() -> None:
         slept: list[float] = []
-        with loading(tmp_path / "data") as (rig, let_go):
+        with loading(tmp_path / "data") as (rig, finish_loading):
 
             async def sleep(seconds: float) -> None:
                 slept.append(seconds)
                 if len(slept) == MANY:
-                    let_go()
+                    finish_loading()
                     await asyncio.to_thread(wait_for, lambda: rig.daemon.serving)
 
             async with AsyncClient(rig.server.address, sleep=sleep) as client:
@@ -106,10 +106,10 @@ def test_a_turn_can_be_left_while_the_daemon_loads(tmp_path: Path) -> None:
     with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
         turn = client.conversation().send("hello", timeout=60)
 
-        def interrupted(seconds: float) -> None:
+        def interrupt(seconds: float) -> None:
             raise KeyboardInterrupt
 
-        turn._sleep = interrupted
+        turn._sleep = interrupt
         with pytest.raises(KeyboardInterrupt):
             next(turn)
         with pytest.raises(errors.TurnInterrupted, match="nothing of it is in the history"):

@@ -76,20 +76,20 @@ def test_only_calls_without_side_effects_are_retried(
 ) -> None:
     rules = client.prefix("rules")
     rules.create(system_prompt="x")
-    again: dict[str, Callable[[], object]] = {
+    retried: dict[str, Callable[[], object]] = {
         "GetPrefix": rules.get,
         "ListPrefixes": lambda: list(client.prefixes()),
     }
-    for name, act in again.items():
+    for name, act in retried.items():
         server.calls.clear()
         server.refusals.extend([AWAY, AWAY])
         act()
         assert server.names() == [name] * 3
-    once: dict[str, Callable[[], object]] = {
+    not_retried: dict[str, Callable[[], object]] = {
         "CreatePrefix": lambda: rules.create(system_prompt="x"),
         "DeletePrefix": rules.delete,
     }
-    for name, act in once.items():
+    for name, act in not_retried.items():
         server.calls.clear()
         server.refusals.append(AWAY)
         with pytest.raises(errors.Unavailable):

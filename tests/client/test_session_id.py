@@ -90,13 +90,13 @@ def methods_with_an_id() -> list[str]:
     return found
 
 
-def with_threads(client: Any, call: Callable[[Any], Any]) -> None:
+def call_sync(client: Any, call: Callable[[Any], Any]) -> None:
     given = call(client)
     if inspect.isgenerator(given) or hasattr(given, "__next__"):
         list(given)
 
 
-def with_tasks(address: Any, call: Callable[[Any], Any]) -> None:
+def call_async(address: Any, call: Callable[[Any], Any]) -> None:
     async def main() -> None:
         async with AsyncClient(address, retry=Retry(retries=0)) as client:
             given = call(client)
@@ -127,10 +127,10 @@ def test_each_call_about_a_conversation_or_job_carries_its_id(
         pytest.raises(errors.PensieveError),
         (Admin if is_admin else Client)(given, token="t", retry=Retry(retries=0)) as client,
     ):
-        with_threads(client, CALLS[name])
+        call_sync(client, CALLS[name])
     if not is_admin:
         with pytest.raises(errors.PensieveError):
-            with_tasks(given, CALLS[name])
+            call_async(given, CALLS[name])
     sent = [metadata for called, metadata in listener.calls if called == name]
     assert len(sent) == (1 if is_admin else 2)
     wanted = JOB if "Job" in name or name == "GetResults" else TALK
@@ -146,7 +146,7 @@ def test_other_calls_carry_no_session_id(name: str, listening: tuple[Listener, l
     listener.calls.clear()
     client = Client(addresses[0], retry=Retry(retries=0))
     with pytest.raises(errors.PensieveError), client:
-        with_threads(client, OTHERS[name])
+        call_sync(client, OTHERS[name])
     ((called, metadata),) = listener.calls
     assert called == name
     assert "session_id" not in dict(metadata)

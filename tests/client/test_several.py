@@ -23,12 +23,12 @@ from pensieve.client.grpc_errors import error_of
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 from tests.client.scripted import AWAY, Mishap, Refusal
-from tests.client.several_rig import Fleet, WithTasks, WithThreads
+from tests.client.several_rig import AsyncCaller, Fleet, SyncCaller
 
 SAFETY_SECONDS = 60.0
 LOADING = Refusal("UNAVAILABLE", "LOADING", retry_seconds=1.0)
 DRAINING = Refusal("UNAVAILABLE", "UNAVAILABLE")
-KINDS = [pytest.param(WithThreads, id="threads"), pytest.param(WithTasks, id="tasks")]
+KINDS = [pytest.param(SyncCaller, id="threads"), pytest.param(AsyncCaller, id="tasks")]
 FIVE = ["one", "two", "three", "four", "five"]
 IDS = [f"talk-{number}" for number in range(40)]
 NOT_SERVING = status_pb2.HealthCheckResponse.SERVING_STATUS_NOT_SERVING
@@ -42,14 +42,14 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture(params=KINDS)
-def client(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[WithThreads]:
+def client(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[SyncCaller]:
     with request.param(fleet.addresses) as client:
         yield client
 
 
-def until(holds: Any) -> None:
+def wait_until(condition: Any) -> None:
     end = time.monotonic() + SAFETY_SECONDS
-    while not holds():
+    while not condition():
         assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.002)
 
@@ -62,7 +62,7 @@ def homes(fleet: Fleet) -> dict[str, str]:
 
 
 def test_only_conversations_of_a_stopped_daemon_move_and_none_is_split(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     for text in ("one", "two", "three"):
         for each in IDS:
@@ -89,7 +89,7 @@ def test_only_conversations_of_a_stopped_daemon_move_and_none_is_split(
         client.ask(IDS[0], "and back")
         return gone in fleet.addresses_called(IDS[0])
 
-    until(comes_home)
+    wait_until(comes_home)
     fleet.forget_calls()
     for each in IDS:
         client.ask(each, "five")
@@ -98,13 +98,13 @@ def test_only_conversations_of_a_stopped_daemon_move_and_none_is_split(
     }
     assert client.states[gone] == type(client.states[gone])(gone, "works")
     for each in IDS:
-        messages = fleet.servers[0].found[each].messages
+        messages = fleet.servers[0].conversations[each].messages
         texts = [message.content for message in messages if message.role == pb.ROLE_USER]
         assert [text for text in texts if text != "and back"] == FIVE
     assert client.slept == []
 
 
-def test_a_channel_is_opened_at_its_first_use(fleet: Fleet, client: WithThreads) -> None:
+def test_a_channel_is_opened_at_its_first_use(fleet: Fleet, client: SyncCaller) -> None:
     assert {each.state for each in client.states.values()} == {"not used yet"}
     client.ask("talk-0", "hello")
     home = ranked("talk-0", fleet.addresses)[0]
@@ -116,14 +116,14 @@ def test_a_channel_is_opened_at_its_first_use(fleet: Fleet, client: WithThreads)
 
 
 def test_calls_about_a_conversation_go_to_the_address_of_its_turns(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     client.ask("talk-0", "hello")
     client.do(lambda c: c.conversation("talk-0").get())
     client.do(lambda c: c.conversation("talk-0").warm())
     client.do(lambda c: c.conversation("talk-0").rewind(0))
-    client.listed(lambda c: c.conversation("talk-0").messages())
-    home = fleet.at(ranked("talk-0", fleet.addresses)[0])
+    client.collect(lambda c: c.conversation("talk-0").messages())
+    home = fleet.server_at(ranked("talk-0", fleet.addresses)[0])
     assert sorted(home.names()) == [
         "GetConversation",
         "ListMessages",
@@ -134,54 +134,54 @@ def test_calls_about_a_conversation_go_to_the_address_of_its_turns(
 
 
 def test_calls_about_no_conversation_use_the_first_working_address(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     for each in IDS[:5]:
         client.ask(each, "hello")
     fleet.stop(fleet.addresses[0])
     fleet.forget_calls()
-    ids = [each.conversation_id for each in client.listed(lambda c: c.conversations())]
+    ids = [each.conversation_id for each in client.collect(lambda c: c.conversations())]
     assert sorted(ids) == IDS[:5]
     assert fleet.servers[1].names() == ["ListConversations"] * 3
     fleet.start(fleet.addresses[0])
-    client.listed(lambda c: c.prefixes())
+    client.collect(lambda c: c.prefixes())
     assert fleet.servers[1].names()[3:] == ["ListPrefixes"]
 
 
-def test_the_home_of_a_job_follows_from_its_id(fleet: Fleet, client: WithThreads) -> None:
-    home = fleet.at(ranked("nightly", fleet.addresses)[0])
+def test_the_home_of_a_job_follows_from_its_id(fleet: Fleet, client: SyncCaller) -> None:
+    home = fleet.server_at(ranked("nightly", fleet.addresses)[0])
     client.do(lambda c: c.jobs.create(b'{"custom_id": "a"}\n', job_id="nightly"))
     assert client.do(lambda c: c.jobs.get("nightly")).num_lines == 1
     assert [name for name, _ in home.jobs.calls] == ["CreateJob", "GetJob"]
 
 
 def test_a_job_of_an_unreachable_home_runs_and_is_read_at_the_next_daemon(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("nightly", fleet.addresses)
-    jobs = fleet.at(order[1]).jobs
+    jobs = fleet.server_at(order[1]).jobs
     fleet.stop(order[0])
     text = b'{"custom_id": "a"}\n{"custom_id": "b"}\n'
     client.do(lambda c: c.jobs.create(text, job_id="nightly"))
     jobs.breaks.append(1)
-    read = client.listed(lambda c: c.jobs.results("nightly"))
+    read = client.collect(lambda c: c.jobs.results("nightly"))
     assert len(read) == len({*read}) == 2
     assert [name for name, _ in jobs.calls] == ["CreateJob", "GetResults", "GetResults"]
 
 
 def test_an_upload_whose_answer_was_lost_is_not_sent_to_another_daemon(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     """The answer was lost, so the job may exist there. A second daemon must not run it, too."""
     order = ranked("nightly", fleet.addresses)
-    home = fleet.at(order[0]).jobs
+    home = fleet.server_at(order[0]).jobs
     home.lost_answers = 1
     client.do(lambda c: c.jobs.create(b'{"custom_id": "a"}\n', job_id="nightly"))
     assert [name for name, _ in home.calls] == ["CreateJob", "CreateJob", "GetJob"]
-    assert [fleet.at(each).jobs.calls for each in order[1:]] == [[], []]
+    assert [fleet.server_at(each).jobs.calls for each in order[1:]] == [[], []]
 
 
-def test_a_fork_without_an_id_has_the_home_of_its_parent(fleet: Fleet, client: WithThreads) -> None:
+def test_a_fork_without_an_id_has_the_home_of_its_parent(fleet: Fleet, client: SyncCaller) -> None:
     home = ranked("talk-0", fleet.addresses)[0]
     client.ask("talk-0", "hello")
     for _ in range(10):
@@ -190,7 +190,7 @@ def test_a_fork_without_an_id_has_the_home_of_its_parent(fleet: Fleet, client: W
 
 
 def test_the_client_sends_turns_of_a_named_fork_to_the_parents_home(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     home = ranked("talk-0", fleet.addresses)[0]
     client.ask("talk-0", "hello")
@@ -204,28 +204,28 @@ def test_the_client_sends_turns_of_a_named_fork_to_the_parents_home(
 
 
 def test_a_broken_stream_attaches_again_at_the_daemon_of_its_turn(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     home = ranked("talk-0", fleet.addresses)[0]
-    fleet.at(home).mishaps.append(Mishap(after=2))
+    fleet.server_at(home).mishaps.append(Mishap(after=2))
     events = client.events("talk-0", "a b c d")
     assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
     assert fleet.addresses_called("talk-0") == [home] * 2
-    assert fleet.at(home).names() == ["SendMessage", "Check", "SendMessage"]
+    assert fleet.server_at(home).names() == ["SendMessage", "Check", "SendMessage"]
     assert len(client.slept) == 1
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["same attempt", "attempt lost"])
 def test_a_turn_continues_at_the_next_daemon_when_its_own_dies(
-    lost: bool, fleet: Fleet, client: WithThreads
+    lost: bool, fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.at(order[0]).mishaps.append(Mishap(after=2, stalls=True))
+    fleet.server_at(order[0]).mishaps.append(Mishap(after=2, stalls=True))
 
     def after(number: int) -> None:
         if number == 2:
             if lost:
-                for turn in fleet.servers[0].found["talk-0"].turns.values():
+                for turn in fleet.servers[0].conversations["talk-0"].turns.values():
                     turn.interrupted = True
             fleet.stop(order[0])
 
@@ -236,17 +236,19 @@ def test_a_turn_continues_at_the_next_daemon_when_its_own_dies(
     else:
         assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
     assert fleet.addresses_called("talk-0") == sorted(order[:2], key=fleet.addresses.index)
-    sent = [call for address in order[:2] for call in fleet.at(address).requests("SendMessage")]
+    sent = [
+        call for address in order[:2] for call in fleet.server_at(address).requests("SendMessage")
+    ]
     assert sent[0] == sent[1]
-    kept = fleet.servers[0].found["talk-0"].messages
+    kept = fleet.servers[0].conversations["talk-0"].messages
     assert [message.content for message in kept if message.role == pb.ROLE_USER] == ["a b c d"]
 
 
 def test_the_next_daemon_replays_a_turn_that_completed_before_its_daemon_died(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.at(order[0]).mishaps.append(Mishap(after=3, stalls=True))
+    fleet.server_at(order[0]).mishaps.append(Mishap(after=3, stalls=True))
 
     def after(number: int) -> None:
         if number == 3:
@@ -255,26 +257,26 @@ def test_the_next_daemon_replays_a_turn_that_completed_before_its_daemon_died(
 
     events = client.events("talk-0", "a b c d", after)
     assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-    kept = fleet.servers[0].found["talk-0"]
+    kept = fleet.servers[0].conversations["talk-0"]
     assert kept.conversation.revision == 1
     assert [message.content for message in kept.messages] == ["a b c d", "a b c d"]
 
 
 def test_a_home_that_returns_is_used_from_the_next_turn_on(fleet: Fleet) -> None:
     order = ranked("talk-0", fleet.addresses)
-    beside = next(each for each in IDS[1:] if ranked(each, fleet.addresses)[0] == order[0])
-    with WithThreads(fleet.addresses) as client:
+    same_home_id = next(each for each in IDS[1:] if ranked(each, fleet.addresses)[0] == order[0])
+    with SyncCaller(fleet.addresses) as client:
         fleet.stop(order[0])
-        fleet.at(order[1]).mishaps.append(Mishap(after=2))
+        fleet.server_at(order[1]).mishaps.append(Mishap(after=2))
 
         def is_home() -> bool:
-            client.ask(beside, "hello")
-            return order[0] in fleet.addresses_called(beside)
+            client.ask(same_home_id, "hello")
+            return order[0] in fleet.addresses_called(same_home_id)
 
         def after(number: int) -> None:
             if number == 1:
                 fleet.start(order[0])
-                until(is_home)
+                wait_until(is_home)
 
         events = client.events("talk-0", "a b c d", after)
         assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
@@ -285,11 +287,11 @@ def test_a_home_that_returns_is_used_from_the_next_turn_on(fleet: Fleet) -> None
         assert fleet.addresses_called("talk-0").count(order[0]) == 1
 
 
-def test_cancel_goes_to_the_daemon_that_runs_the_turn(fleet: Fleet, client: WithThreads) -> None:
+def test_cancel_goes_to_the_daemon_that_runs_the_turn(fleet: Fleet, client: SyncCaller) -> None:
     order = ranked("talk-0", fleet.addresses)
     fleet.stop(order[0])
-    fleet.at(order[1]).mishaps.append(Mishap(after=1, stalls=True))
-    if isinstance(client, WithTasks):
+    fleet.server_at(order[1]).mishaps.append(Mishap(after=1, stalls=True))
+    if isinstance(client, AsyncCaller):
 
         async def main(given: AsyncClient) -> str:
             turn = given.conversation("talk-0").send("a b c")
@@ -309,12 +311,12 @@ def test_cancel_goes_to_the_daemon_that_runs_the_turn(fleet: Fleet, client: With
     assert fleet.addresses_called("talk-0", "CancelTurn") == [order[1]]
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["home is back", "stand-in dies"])
+@pytest.mark.parametrize("dies", [False, True], ids=["home is back", "fallback dies"])
 def test_closing_a_turn_ends_it_at_its_daemon_or_else_at_the_next(dies: bool, fleet: Fleet) -> None:
     order = ranked("talk-0", fleet.addresses)
-    with WithThreads(fleet.addresses) as client:
+    with SyncCaller(fleet.addresses) as client:
         fleet.stop(order[0])
-        fleet.at(order[1]).mishaps.append(Mishap(after=1, stalls=True))
+        fleet.server_at(order[1]).mishaps.append(Mishap(after=1, stalls=True))
         turn = client.client.conversation("talk-0").send("a b c")
         next(turn)
         if dies:
@@ -323,7 +325,7 @@ def test_closing_a_turn_ends_it_at_its_daemon_or_else_at_the_next(dies: bool, fl
             fleet.start(order[0])
         turn.close()
         assert fleet.addresses_called("talk-0", "CancelTurn") == [order[2 if dies else 1]]
-        assert fleet.servers[0].found["talk-0"].running is None
+        assert fleet.servers[0].conversations["talk-0"].running is None
 
 
 # -- what a failure means --
@@ -331,10 +333,10 @@ def test_closing_a_turn_ends_it_at_its_daemon_or_else_at_the_next(dies: bool, fl
 
 @pytest.mark.parametrize("refusal", [AWAY, LOADING, DRAINING], ids=["away", "loading", "draining"])
 def test_a_daemon_that_refuses_a_turn_is_avoided_until_it_serves(
-    refusal: Refusal, fleet: Fleet, client: WithThreads
+    refusal: Refusal, fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
-    first = fleet.at(order[0])
+    first = fleet.server_at(order[0])
     first.mishaps.append(Mishap(refusal=refusal))
     first.health = NOT_SERVING
     assert client.ask("talk-0", "hello").text == "hello "
@@ -345,7 +347,7 @@ def test_a_daemon_that_refuses_a_turn_is_avoided_until_it_serves(
         client.ask("talk-0", "again")
         return first.names().count("Check") >= 3
 
-    until(was_checked_again)
+    wait_until(was_checked_again)
     assert first.names().count("SendMessage") == 1  # since then it has only been checked
     assert client.states[order[0]].error == "the daemon is not serving at present"
     first.health = SERVING
@@ -354,14 +356,14 @@ def test_a_daemon_that_refuses_a_turn_is_avoided_until_it_serves(
         client.ask("talk-0", "home")
         return first.names().count("SendMessage") == 2
 
-    until(is_home)
+    wait_until(is_home)
     assert client.states[order[0]].state == "works"
 
 
 def test_if_all_daemons_are_unreachable_the_error_gives_each_reason(fleet: Fleet) -> None:
     for address in fleet.addresses:
         fleet.stop(address)
-    with WithThreads(fleet.addresses, Retry(retries=2, first_seconds=0.001)) as client:
+    with SyncCaller(fleet.addresses, Retry(retries=2, first_seconds=0.001)) as client:
         with pytest.raises(errors.Unavailable) as caught:
             client.ask("talk-0", "hello")
         reasons = "; ".join(f"{each}: nothing listens at {each}" for each in fleet.addresses)
@@ -373,12 +375,12 @@ def test_if_all_daemons_are_unreachable_the_error_gives_each_reason(fleet: Fleet
 
 
 def test_the_client_waits_for_a_loading_daemon_if_the_others_are_unreachable(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
     fleet.stop(order[0])
     fleet.stop(order[2])
-    second = fleet.at(order[1])
+    second = fleet.server_at(order[1])
     second.health = NOT_SERVING
     second.mishaps.extend([Mishap(refusal=LOADING)] * 20)  # many more than the retries
     assert client.ask("talk-0", "hello").text == "hello "
@@ -387,31 +389,31 @@ def test_the_client_waits_for_a_loading_daemon_if_the_others_are_unreachable(
 
 
 def test_a_create_that_may_have_happened_is_not_sent_to_another_daemon(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.at(order[0]).refusals.append(AWAY)
+    fleet.server_at(order[0]).refusals.append(AWAY)
     with pytest.raises(errors.Unavailable, match=rf"(?=.*not tried).*{order[0]}: because"):
         client.do(lambda c: c.conversation("talk-0").create())
-    assert fleet.at(order[1]).names() == fleet.at(order[2]).names() == []
+    assert fleet.server_at(order[1]).names() == fleet.server_at(order[2]).names() == []
 
 
 @pytest.mark.parametrize("refusal", [None, LOADING], ids=["out of reach", "loading"])
 def test_a_create_that_has_certainly_not_happened_is_sent_to_the_next_daemon(
-    refusal: Refusal | None, fleet: Fleet, client: WithThreads
+    refusal: Refusal | None, fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
     if refusal is None:
         fleet.stop(order[0])
     else:
-        fleet.at(order[0]).refusals.append(refusal)
+        fleet.server_at(order[0]).refusals.append(refusal)
     client.do(lambda c: c.conversation("talk-0").create(system_prompt="Be brief."))
-    assert fleet.at(order[1]).names() == ["CreateConversation"]
+    assert fleet.server_at(order[1]).names() == ["CreateConversation"]
     assert client.slept == []
 
 
 def test_not_found_at_a_fallback_daemon_explains_the_possible_reason(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
     fleet.stop(order[0])
@@ -427,9 +429,9 @@ def test_not_found_at_a_fallback_daemon_explains_the_possible_reason(
 
 
 def test_after_a_timeout_the_daemon_is_checked_before_the_next_call(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
-    home = fleet.at(ranked("talk-0", fleet.addresses)[0])
+    home = fleet.server_at(ranked("talk-0", fleet.addresses)[0])
     home.hold(threading.Event())
     with pytest.raises(errors.DeadlineExceeded):
         client.do(lambda c: c.conversation("talk-0").get(timeout=0.1))
@@ -439,7 +441,7 @@ def test_after_a_timeout_the_daemon_is_checked_before_the_next_call(
     assert client.states[home.address].state == "works"
 
 
-def test_healthy_is_true_while_one_daemon_serves(fleet: Fleet, client: WithThreads) -> None:
+def test_healthy_is_true_while_one_daemon_serves(fleet: Fleet, client: SyncCaller) -> None:
     fleet.stop(fleet.addresses[0])
     fleet.servers[1].health = NOT_SERVING
     assert client.do(lambda c: c.healthy())
@@ -454,7 +456,7 @@ def test_a_hanging_host_delays_only_the_first_call(fleet: Fleet) -> None:
         address = f"127.0.0.1:{hole.getsockname()[1]}"
         addresses = [address, *fleet.addresses]
         mine = [each for each in IDS if ranked(each, addresses)[0] == address][:5]
-        with WithThreads(addresses, Retry(first_seconds=600.0, most_seconds=600.0)) as client:
+        with SyncCaller(addresses, Retry(first_seconds=600.0, most_seconds=600.0)) as client:
             for each in mine:
                 assert client.ask(each, "hello").text == "hello "
             state = client.states[address]
@@ -467,7 +469,7 @@ def test_each_turn_is_stored_once_while_daemons_stop_and_start(fleet: Fleet) -> 
     texts = [f"one two three {number}" for number in range(30)]
     over = threading.Event()
 
-    def come_and_go() -> None:
+    def restart_daemons() -> None:
         for address in itertools.cycle(fleet.addresses):
             fleet.stop(address)
             time.sleep(0.02)
@@ -492,18 +494,18 @@ def test_each_turn_is_stored_once_while_daemons_stop_and_start(fleet: Fleet) -> 
             for name in IDS[:20]:
                 group.create_task(talk(client, name))
 
-    thread = threading.Thread(target=come_and_go)
+    thread = threading.Thread(target=restart_daemons)
     thread.start()
     try:
         asyncio.run(main())
     finally:
         over.set()
         thread.join()
-    num_sent = sum(server.names().count("SendMessage") for server in fleet.ever)
-    assert len(fleet.ever) > 5
+    num_sent = sum(server.names().count("SendMessage") for server in fleet.all_servers)
+    assert len(fleet.all_servers) > 5
     assert num_sent > 20 * len(texts)  # some messages were sent again
     for name in IDS[:20]:
-        kept = fleet.servers[0].found[name]
+        kept = fleet.servers[0].conversations[name]
         assert [message.content for message in kept.messages] == [
             text for text in texts for _ in range(2)
         ]
@@ -516,9 +518,9 @@ def owned_at(address: str) -> Refusal:
     return Refusal("UNAVAILABLE", "OWNED_ELSEWHERE", {"address": address})
 
 
-def test_the_client_learns_the_home_that_a_daemon_names(fleet: Fleet, client: WithThreads) -> None:
+def test_the_client_learns_the_home_that_a_daemon_names(fleet: Fleet, client: SyncCaller) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.at(order[0]).mishaps.append(Mishap(refusal=owned_at(order[2])))
+    fleet.server_at(order[0]).mishaps.append(Mishap(refusal=owned_at(order[2])))
     assert client.ask("talk-0", "hello").text == "hello "
     client.ask("talk-0", "again")
     assert fleet.addresses_called("talk-0").count(order[2]) == 2
@@ -531,11 +533,11 @@ def test_the_client_learns_the_home_that_a_daemon_names(fleet: Fleet, client: Wi
 
 
 def test_a_turn_whose_conversation_moves_continues_at_the_new_home(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.at(order[0]).mishaps.append(Mishap(after=2, refusal=owned_at(order[2])))
-    fleet.at(order[2]).mishaps.append(Mishap(after=2, refusal=owned_at(order[0])))
+    fleet.server_at(order[0]).mishaps.append(Mishap(after=2, refusal=owned_at(order[2])))
+    fleet.server_at(order[2]).mishaps.append(Mishap(after=2, refusal=owned_at(order[0])))
     events = client.events("talk-0", "a b c d")
     assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
     assert fleet.addresses_called("talk-0").count(order[0]) == 2
@@ -557,16 +559,16 @@ def test_owned_elsewhere_carries_the_address_of_the_home() -> None:
 
 
 def test_a_create_refused_by_a_daemon_that_names_the_home_is_sent_there(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.at(order[0]).refusals.append(owned_at(order[1]))
+    fleet.server_at(order[0]).refusals.append(owned_at(order[1]))
     client.do(lambda c: c.conversation("talk-0").create())
-    assert fleet.at(order[1]).names() == ["CreateConversation"]
+    assert fleet.server_at(order[1]).names() == ["CreateConversation"]
 
 
 def test_the_client_waits_if_the_named_home_is_not_one_of_its_addresses(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     """The owner has died. The remaining daemons must wait until its lease ends."""
     for server in fleet.servers:
@@ -580,11 +582,11 @@ def test_the_client_waits_if_the_named_home_is_not_one_of_its_addresses(
 
 
 def test_two_daemons_that_name_each_other_cause_no_extra_tries(
-    fleet: Fleet, client: WithThreads
+    fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
     for address, other in ((order[0], order[1]), (order[1], order[0])):
-        fleet.at(address).mishaps.extend([Mishap(refusal=owned_at(other))] * 50)
+        fleet.server_at(address).mishaps.extend([Mishap(refusal=owned_at(other))] * 50)
     fleet.stop(order[2])
     with pytest.raises(errors.Unavailable, match="served by"):
         client.ask("talk-0", "hello")
@@ -594,11 +596,11 @@ def test_two_daemons_that_name_each_other_cause_no_extra_tries(
 
 @pytest.mark.parametrize("call", ["ask", "get"])
 def test_the_client_learns_the_home_of_a_forwarded_call(
-    call: str, fleet: Fleet, client: WithThreads
+    call: str, fleet: Fleet, client: SyncCaller
 ) -> None:
     order = ranked("talk-0", fleet.addresses)
     client.ask("talk-0", "hello")
-    fleet.at(order[0]).homes["talk-0"] = order[1]
+    fleet.server_at(order[0]).homes["talk-0"] = order[1]
     if call == "ask":
         client.ask("talk-0", "forwarded")
     else:

@@ -12,7 +12,7 @@ import pytest
 from pensieve.client import Client, Restarted
 from pensieve.client.addresses import ranked
 from pensieve.guard.exposure import Listening
-from tests.client.several_rig import QUICK, WithTasks, WithThreads
+from tests.client.several_rig import QUICK, AsyncCaller, SyncCaller
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 IDS = [f"talk-{number}" for number in range(40)]
@@ -71,9 +71,9 @@ def conversations_by_daemon(daemons: Daemons) -> dict[str, set[str]]:
     return known
 
 
-@pytest.mark.parametrize("kind", [WithThreads, WithTasks], ids=["threads", "tasks"])
+@pytest.mark.parametrize("kind", [SyncCaller, AsyncCaller], ids=["threads", "tasks"])
 def test_conversations_of_a_stopped_daemon_move_and_return_with_it(
-    kind: type[WithThreads], daemons: Daemons
+    kind: type[SyncCaller], daemons: Daemons
 ) -> None:
     home = {each: ranked(each, daemons.addresses)[0] for each in IDS}
     mine = {address: {each for each in IDS if home[each] == address} for address in home.values()}
@@ -86,7 +86,7 @@ def test_conversations_of_a_stopped_daemon_move_and_return_with_it(
         daemons.stop(gone)
         for each in IDS:
             revision = client.ask(each, "three", max_tokens=2).revision
-            # Histories are separate here, so a fallback starts a new one. A shared one would continue.
+            # Histories are separate here, so a fallback starts a new history. A shared history would go on.
             assert revision == (1 if home[each] == gone else 3)
         assert client.slept == []
         moved = {each: ranked(each, daemons.addresses)[1] for each in mine[gone]}
@@ -97,13 +97,13 @@ def test_conversations_of_a_stopped_daemon_move_and_return_with_it(
         }
         daemons.start(gone)
         others = (f"other-{number}" for number in itertools.count())
-        its = (each for each in others if ranked(each, daemons.addresses)[0] == gone)
+        new_ids = (each for each in others if ranked(each, daemons.addresses)[0] == gone)
 
         def is_back() -> bool:
             """Return whether a new conversation whose home is `gone` begins there."""
-            asked = next(its)
-            client.ask(asked, "zero", max_tokens=2)
-            return asked in conversations_by_daemon(daemons).get(gone, ())
+            new_id = next(new_ids)
+            client.ask(new_id, "zero", max_tokens=2)
+            return new_id in conversations_by_daemon(daemons).get(gone, ())
 
         wait_for(is_back)
         for each in IDS:
@@ -112,9 +112,9 @@ def test_conversations_of_a_stopped_daemon_move_and_return_with_it(
 
 
 @pytest.mark.parametrize("daemons", [0.02], indirect=True)
-@pytest.mark.parametrize("kind", [WithThreads, WithTasks], ids=["threads", "tasks"])
+@pytest.mark.parametrize("kind", [SyncCaller, AsyncCaller], ids=["threads", "tasks"])
 def test_a_turn_whose_daemon_stops_halfway_is_answered_by_the_next_daemon(
-    kind: type[WithThreads], daemons: Daemons
+    kind: type[SyncCaller], daemons: Daemons
 ) -> None:
     order = ranked("trip", daemons.addresses)
 

@@ -115,12 +115,12 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data(), pieces=st.integers(1, 9))
     def read_on(self, data: st.DataObject, pieces: int) -> None:
-        self.read(self.drawn(data), pieces)
+        self.read(self.draw_open_turn(data), pieces)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        opened = self.drawn(data)
+        opened = self.draw_open_turn(data)
         self.read(opened, 1000)
         reply = self.person.reply(opened.turn)
         self.acknowledge(opened, reply)
@@ -129,7 +129,7 @@ class ClientMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def attach(self, data: st.DataObject) -> None:
         """Send the same request from another client. The first reader still reads the same reply."""
-        opened = self.drawn(data)
+        opened = self.draw_open_turn(data)
         if not opened.pieces:
             return  # the first request may not have been sent yet
         talk = self.other.client.conversation(self.id_of(opened.name))
@@ -147,7 +147,7 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        opened = self.drawn(data)
+        opened = self.draw_open_turn(data)
         if opened.pieces:
             opened.is_cancelled = self.person.do(opened.turn.cancel()) or opened.is_cancelled
             self.happened["cancelled"] += opened.is_cancelled
@@ -156,7 +156,7 @@ class ClientMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         """Afterwards the history has the delivered part, or nothing, or the complete turn."""
-        opened = self.drawn(data)
+        opened = self.draw_open_turn(data)
         self.person.do(opened.turn.close())
         del self.open[opened.name]
         stored = self.stored(opened.name)
@@ -193,7 +193,7 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def say_more_while_it_runs(self, data: st.DataObject) -> None:
-        opened = self.drawn(data)
+        opened = self.draw_open_turn(data)
         if opened.pieces and self.rig.num_live == len(self.open):
             talk = self.other.client.conversation(self.id_of(opened.name))
             try:
@@ -242,7 +242,7 @@ class ClientMachine(RuleBasedStateMachine):
     def id_of(self, name: str) -> str:
         return f"{self.kind.__name__}-{self.num_made}-{name}"
 
-    def drawn(self, data: st.DataObject) -> OpenTurn:
+    def draw_open_turn(self, data: st.DataObject) -> OpenTurn:
         return self.open[data.draw(st.sampled_from(sorted(self.open)))]
 
     def read(self, opened: OpenTurn, pieces: int) -> None:

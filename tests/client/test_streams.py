@@ -1,4 +1,4 @@
-"""Turns over failing connections: added once, shown once, cancelled once."""
+"""Turns over failing connections: each is stored once, shown once and cancelled once."""
 
 from __future__ import annotations
 
@@ -206,9 +206,9 @@ def test_a_turn_that_gets_further_at_each_attempt_is_not_given_up(
 
 def test_a_deadline_error_names_the_timeout(client: Client, server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(after=1, stalls=True))
-    heard: list[Any] = []
+    received: list[Any] = []
     with pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"):
-        heard.extend(client.conversation("c").send("a b", timeout=0.05))
+        received.extend(client.conversation("c").send("a b", timeout=0.05))
     server.mishaps.append(Mishap(stalls=True))
     with (
         Client(server.address, timeout=0.04) as hasty,
@@ -327,11 +327,11 @@ def test_a_thread_started_by_the_sigint_handler_can_cancel_the_turn(
 
 
 def test_an_exception_between_two_tries_ends_the_turn(server: ScriptedServer) -> None:
-    def interrupted(seconds: float) -> None:
+    def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
     server.mishaps.append(Mishap(after=1))
-    with Client(server.address, sleep=interrupted) as client:
+    with Client(server.address, sleep=interrupt) as client:
         turn = client.conversation("c").send("a b")
         assert str(next(turn)) == "a "
         with pytest.raises(KeyboardInterrupt):
@@ -375,7 +375,7 @@ def test_an_exception_while_waiting_for_a_delta_ends_the_turn(
 def test_a_reply_that_is_complete_at_the_timeout_is_read_to_its_end(
     client: Client, server: ScriptedServer
 ) -> None:
-    """After a timeout, the caller would send the message again. The history would then have it twice."""
+    """On a timeout, the caller would send the message again, and the history would have it twice."""
     late = Refusal("DEADLINE_EXCEEDED")
     for ask in (True, False):
         talk = client.conversation(f"c{ask}")

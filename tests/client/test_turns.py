@@ -35,13 +35,15 @@ COMPLETED = pb.SendMessageResponse(
 )
 
 
-def heard(progress: ReplyAccumulator, *responses: pb.SendMessageResponse) -> list[object]:
+def events_of(progress: ReplyAccumulator, *responses: pb.SendMessageResponse) -> list[object]:
     return [event for each in responses if (event := progress.take(each)) is not None]
 
 
 def test_deltas_add_up_to_the_reply() -> None:
     progress = ReplyAccumulator()
-    events = heard(progress, started(), delta("Good ", 5), delta("", 6), delta("day", 7), COMPLETED)
+    events = events_of(
+        progress, started(), delta("Good ", 5), delta("", 6), delta("day", 7), COMPLETED
+    )
     assert events == [Delta("Good ", (5,)), Delta("", (6,)), Delta("day", (7,))]
     assert progress.reply is not None
     assert (progress.reply.text, progress.reply.token_ids) == ("Good day", (5, 6, 7))
@@ -50,16 +52,18 @@ def test_deltas_add_up_to_the_reply() -> None:
 
 def test_delivered_text_is_not_delivered_again_after_attaching() -> None:
     progress = ReplyAccumulator()
-    heard(progress, started(), delta("Good ", 5), delta("mor", 6))
-    events = heard(progress, started(), delta("Good morning", 5, 6, 7), delta("!", 8), COMPLETED)
+    events_of(progress, started(), delta("Good ", 5), delta("mor", 6))
+    events = events_of(
+        progress, started(), delta("Good morning", 5, 6, 7), delta("!", 8), COMPLETED
+    )
     assert events == [Delta("ning", (7,)), Delta("!", (8,))]
     assert str(progress.reply) == "Good morning!"
 
 
-def test_a_replay_may_carry_the_text_with_its_last_token() -> None:
+def test_a_replay_may_deliver_all_text_with_the_last_token() -> None:
     progress = ReplyAccumulator()
-    heard(progress, started(), delta("Good ", 5))
-    events = heard(
+    events_of(progress, started(), delta("Good ", 5))
+    events = events_of(
         progress, started(replayed=True), delta("", 5), delta("Good morning", 6), COMPLETED
     )
     assert events == [Delta("morning", (6,))]
@@ -67,22 +71,22 @@ def test_a_replay_may_carry_the_text_with_its_last_token() -> None:
 
 def test_a_new_attempt_yields_restarted_and_begins_again() -> None:
     progress = ReplyAccumulator()
-    heard(progress, started(), delta("Good ", 5))
-    events = heard(progress, started(attempt=2), delta("Bad ", 9), COMPLETED)
+    events_of(progress, started(), delta("Good ", 5))
+    events = events_of(progress, started(attempt=2), delta("Bad ", 9), COMPLETED)
     assert events == [Restarted(2), Delta("Bad ", (9,))]
     assert str(progress.reply) == "Bad "
 
 
 def test_restarted_is_omitted_if_no_text_was_delivered() -> None:
     progress = ReplyAccumulator()
-    assert heard(progress, started(), started(attempt=2), delta("x", 1)) == [Delta("x", (1,))]
+    assert events_of(progress, started(), started(attempt=2), delta("x", 1)) == [Delta("x", (1,))]
 
 
 def test_a_different_reply_of_the_same_turn_is_a_server_fault() -> None:
     progress = ReplyAccumulator()
-    heard(progress, started(), delta("Good ", 5))
+    events_of(progress, started(), delta("Good ", 5))
     with pytest.raises(errors.ServerFault):
-        heard(progress, started(), delta("Bad!!!", 5))
+        events_of(progress, started(), delta("Bad!!!", 5))
 
 
 ERRORS = [

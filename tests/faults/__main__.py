@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--seeds", metavar="A..B", help="search the worlds A to B - 1")
     options = parser.parse_args()
     if (options.seed is None) == (options.seeds is None):
-        parser.error("one seed, or --seeds A..B")
+        parser.error("give one seed, or --seeds A..B")
     with shelf() as place:
         if options.seed is not None:
             world = run(options.seed, place, print)

@@ -54,11 +54,11 @@ class Histories:
         self._states: dict[str, set[_State]] = {}
 
     def register(self, operation: Operation) -> int:
-        """Return a number for a new operation. The operation cannot happen before `begun`."""
+        """Return a number for a new operation. The operation cannot happen before `note_begun`."""
         self._operations.append(operation)
         return len(self._operations) - 1
 
-    def begun(self, name: str, operation: Operation, number: int | None = None) -> int:
+    def note_begun(self, name: str, operation: Operation, number: int | None = None) -> int:
         """Note that an operation begins, or begins again if it has a `number`. Return its number."""
         if number is None:
             number = self.register(operation)
@@ -74,11 +74,11 @@ class Histories:
     def num_pending(self, name: str) -> int:
         return max((len(state.pending) for state in self._states.get(name, ())), default=0)
 
-    def withdrawn(self, name: str, number: int) -> None:
+    def note_withdrawn(self, name: str, number: int) -> None:
         """Note that the client gave up this operation. If it has not happened by now, it never will."""
         self._states[name] = {state.without(number) for state in self._states[name]}
 
-    def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
+    def note_acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
         """Note that a client was told that the operation has happened and made `revision`."""
         self._states[name] = {
             state
@@ -89,7 +89,7 @@ class Histories:
             f"{name}: operation {number} was acknowledged and cannot have happened"
         )
 
-    def refused(self, name: str, number: int) -> None:
+    def note_refused(self, name: str, number: int) -> None:
         """Note that a client was told that the operation has not happened and will not."""
         self._states[name] = {
             state.without(number)
@@ -98,7 +98,7 @@ class Histories:
         }
         assert self._states[name], f"{name}: operation {number} was refused and has happened"
 
-    def seen(self, name: str, seen: Seen | None, live: Callable[[int], bool] | None) -> None:
+    def note_seen(self, name: str, seen: Seen | None, live: Callable[[int], bool] | None) -> None:
         """Exclude states that contradict the store, and operations that are not `live` any more."""
         possible = {
             state

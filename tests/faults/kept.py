@@ -5,8 +5,8 @@ test, and is planted again in test_planted_faults.py.
 """
 
 KEPT = {
-    59: "a turn whose end could not be stored was said to run, for ever",
-    1573: "KV of a turn that is in no log was taken for that of one cancelled in the queue",
-    1944: "of the checker: a begin whose client had hung up was held to be refused with the next call",
-    300848: "of the checker: who attaches to a turn that was cut is told what stays of it, and that is all",
+    59: "a turn whose end could not be stored was reported as running for ever",
+    1573: "KV of a turn that is in no log was taken for KV of a turn that was cancelled in the queue",
+    1944: "checker: a turn whose client had disconnected was assumed refused when the next call was refused",
+    300848: "checker: a client that attaches to a shortened turn receives only the part that was kept",
 }

@@ -80,7 +80,7 @@ class Shape:
     store_threads: int = 1  # store threads that run at once
 
 
-def drawn_shape(choose: random.Random, seed: int) -> Shape:
+def draw_shape(choose: random.Random, seed: int) -> Shape:
     chunk_tokens = choose.choice((1, 2, 4, 4, 8))
     scale = max(1, 4 // chunk_tokens)
     # Separate random streams, so that older seeds still give the same worlds.
@@ -119,7 +119,7 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
     )
 
 
-def drawn_rates(choose: random.Random) -> Rates:
+def draw_rates(choose: random.Random) -> Rates:
     return {
         kind: choose.choice((0.0, 0.2, 0.6, 1.0)) * most
         for kind, most in (BY_CALL | BY_MOVE).items()

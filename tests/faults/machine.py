@@ -312,7 +312,7 @@ class _Wire:
 
 
 class Link(EngineClient):
-    """The real supervision, over machines that `begin` makes. `begin` returns None if the start fails."""
+    """The real EngineClient. It supervises machines that `begin` creates. None: the start failed."""
 
     def __init__(
         self, daemon: Daemon, begin: Callable[[], Machine | None], fault_happens: FaultHappens

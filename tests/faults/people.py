@@ -62,7 +62,7 @@ class Request:
     num_calls: int = 0  # running calls
     cancelled_at: set[int] = field(default_factory=set)  # delivered tokens at each cancellation
     is_cut: bool = False  # a client ended it, and may have kept less text than others received
-    told: dict[int, list[int]] = field(default_factory=dict)  # received tokens, by attempt
+    received: dict[int, list[int]] = field(default_factory=dict)  # received tokens, by attempt
     reply: Reply | None = None  # the acknowledged reply
 
     @property
@@ -132,17 +132,17 @@ class People:
         if self.daemon is None:
             return
         daemon = self.daemon
-        name = name or self._name_again() or self._new_name("c")
+        name = name or self._reuse_name() or self._new_name("c")
         if system is None:
             system = self.random.choice(("", "w5 w6 w7", "w5 w6 w7 w9"))
             prefix_id = f"p{len(system)}" if self.random.random() < 0.5 else ""
-        operation = self.histories.begun(name, Operation("create"))
+        operation = self.histories.note_begun(name, Operation("create"))
 
         async def create() -> None:
             await daemon.conversations.create(
                 ConversationSettings(name, system_prompt=system, prefix_id=prefix_id)
             )
-            self.histories.acknowledged(name, operation, 0)
+            self.histories.note_acknowledged(name, operation, 0)
 
         self._call(f"create {name}", create(), name)
 
@@ -155,11 +155,11 @@ class People:
             at = self.random.choice([0, *(revision for _, revision in seen.exchanges)])
         target = target or self._new_name("f")
         kept = tuple(each for each in seen.exchanges if each[1] <= at)
-        operation = self.histories.begun(target, Operation("fork", at, kept))
+        operation = self.histories.note_begun(target, Operation("fork", at, kept))
 
         async def fork() -> None:
             await daemon.conversations.fork(name, target, at)
-            self.histories.acknowledged(target, operation, at)
+            self.histories.note_acknowledged(target, operation, at)
 
         self._call(f"fork {name} at {at} as {target}", fork(), name, target)
         return True
@@ -171,11 +171,11 @@ class People:
         daemon = self.daemon
         if to is None:
             to = self.random.choice([0, *(revision for _, revision in seen.exchanges)])
-        operation = self.histories.begun(name, Operation("rewind", to))
+        operation = self.histories.note_begun(name, Operation("rewind", to))
 
         async def rewind() -> None:
             rewound = await daemon.conversations.rewind(name, to)
-            self.histories.acknowledged(name, operation, rewound.revision)
+            self.histories.note_acknowledged(name, operation, rewound.revision)
 
         self.full.discard(name)
         self._call(f"rewind {name} to {to}", rewind(), name)
@@ -185,12 +185,12 @@ class People:
         if self.daemon is None or name in self._busy:
             return False
         daemon = self.daemon
-        operation = self.histories.begun(name, Operation("delete"))
+        operation = self.histories.note_begun(name, Operation("delete"))
         self._deletions_begun[name] += 1
 
         async def delete() -> None:
             await daemon.conversations.delete(name)
-            self.histories.acknowledged(name, operation)
+            self.histories.note_acknowledged(name, operation)
             self._deletions_ended[name] += 1
 
         self._call(f"delete {name}", delete(), name)
@@ -256,7 +256,7 @@ class People:
             if self.histories.num_pending(name) >= OPERATIONS_MAX:
                 return
         was_pending = self.histories.is_pending(name, operation)
-        self.histories.begun(name, Operation("turn"), operation)
+        self.histories.note_begun(name, Operation("turn"), operation)
         request.num_calls += 1
         call = Call(f"say {request.request_id}", request)
 
@@ -264,9 +264,9 @@ class People:
             try:
                 live = await daemon.begin(request.ask(request.words))
             except PensieveError as error:
-                self._not_begun(request, error)
+                self._note_not_begun(request, error)
                 if not was_pending and self._is_last(request, daemon):
-                    self.histories.withdrawn(name, operation)
+                    self.histories.note_withdrawn(name, operation)
                 return
             await self._read(daemon, request, call, live)
 
@@ -301,7 +301,7 @@ class People:
                 # The conversation may be deleted and created again. `look` does not know these words.
                 daemon.conversations.ends.give_up(live)
                 return
-            raise AssertionError("other words were taken under an id that has its answer")
+            raise AssertionError("other words were accepted under the id of an answered message")
 
         self._call("say other words", say())
         return True
@@ -348,18 +348,18 @@ class People:
                 request_id if live is None or by_id else "",
                 keep_tokens,
             )
-            told = await daemon.cancel_turn(wanted)
-            self._note("client", f"{request_id} left: {told}")
-            if told.finish_reason:
+            result = await daemon.cancel_turn(wanted)
+            self._note("client", f"{request_id} left: {result}")
+            if result.finish_reason:
                 request.is_open = False
-                self.histories.acknowledged(name, request.operation)
+                self.histories.note_acknowledged(name, request.operation)
                 return
             assert request.reply is None, (
                 f"{request_id} was answered, but the history has no part of its reply"
             )
             others = request.num_calls or daemon.conversations.arriving.num_turns
             if not others and not self._is_live(request):
-                self.histories.refused(name, request.operation)
+                self.histories.note_refused(name, request.operation)
 
         self._call(f"leave {request_id}, keep {keep}", leave(), name)
         return True
@@ -369,33 +369,33 @@ class People:
         self._note("client", f"hangs up on {call.what}")
         call.task.cancel()
 
-    def lose(self) -> None:
+    def drop_connections(self) -> None:
         """Drop all connections."""
         for call in list(self.calls):
             assert call.task is not None
-            self._over(call)
+            self._end_call(call)
             call.task.cancel()
 
     # -- answers --
 
     async def _read(self, daemon: Daemon, request: Request, call: Call, live: LiveTurn) -> None:
-        self._begun(request, live)
-        told: list[int] = []
+        self._note_begun(request, live)
+        received: list[int] = []
 
         async def write(tokens: ReplyTokens) -> None:
             if call.stalled is not None:
                 await call.stalled.wait()
-            told.extend(tokens.token_ids)
-            assert told == live.reply.token_ids[: len(told)], (
+            received.extend(tokens.token_ids)
+            assert received == live.reply.token_ids[: len(received)], (
                 "tokens were delivered twice or left out"
             )
-            before = request.told[live.attempt]
-            common = min(len(before), len(told))
-            assert told[:common] == before[:common], (
+            before = request.received[live.attempt]
+            common = min(len(before), len(received))
+            assert received[:common] == before[:common], (
                 f"{request}: other tokens were delivered before"
             )
-            if len(told) > len(before):
-                request.told[live.attempt] = list(told)
+            if len(received) > len(before):
+                request.received[live.attempt] = list(received)
 
         try:
             await daemon.conversations.followers.follow(live, write)
@@ -406,22 +406,22 @@ class People:
             if request.is_cut and str(error) == CUT:
                 return  # the history has the shortened reply
             self._happened["the engine's queue is full"] += isinstance(error, QueueFull)
-            if self._is_last(request, daemon) and live.attempt == max(request.told):
-                self.histories.refused(request.conversation, request.operation)
+            if self._is_last(request, daemon) and live.attempt == max(request.received):
+                self.histories.note_refused(request.conversation, request.operation)
         else:
-            self._answered(request, live, told)
+            self._note_answered(request, live, received)
 
-    def _begun(self, request: Request, live: LiveTurn) -> None:
+    def _note_begun(self, request: Request, live: LiveTurn) -> None:
         if live.replayed:
             self._happened["an answer is replayed"] += 1
-        elif live.attempt in request.told:
+        elif live.attempt in request.received:
             self._happened["a turn is attached to again"] += 1
         elif live.attempt > 1:
             self._happened["a turn begins again"] += 1
-        request.told.setdefault(live.attempt, [])
+        request.received.setdefault(live.attempt, [])
         self._note("client", f"{request.request_id} begun, attempt {live.attempt}")
 
-    def _not_begun(self, request: Request, error: PensieveError) -> None:
+    def _note_not_begun(self, request: Request, error: PensieveError) -> None:
         self._note("client", f"{request.request_id} not begun: {type(error).__name__}: {error}")
         if isinstance(error, ContextFull):
             self._happened["the context is full"] += 1
@@ -436,18 +436,22 @@ class People:
         else:
             assert isinstance(error, Unavailable), repr(error)
 
-    def _answered(self, request: Request, live: LiveTurn, told: list[int]) -> None:
+    def _note_answered(self, request: Request, live: LiveTurn, received: list[int]) -> None:
         assert live.finish is not None
-        assert told == live.reply.token_ids[: live.num_tokens], "a reader did not get all tokens"
-        sooner = len(told) < len(request.told[live.attempt])
-        assert not sooner or request.is_cut, "the reply is shorter than the tokens delivered before"
+        assert received == live.reply.token_ids[: live.num_tokens], (
+            "a reader did not get all tokens"
+        )
+        is_shorter = len(received) < len(request.received[live.attempt])
+        assert not is_shorter or request.is_cut, (
+            "the reply is shorter than the tokens delivered before"
+        )
         text = live.text + live.tail
-        assert text == text_of(told), f"{text!r} is not the text of {told}"
-        reply = (told, text, live.finish, live.revision)
+        assert text == text_of(received), f"{text!r} is not the text of {received}"
+        reply = (received, text, live.finish, live.revision)
         assert request.reply in (None, reply), f"{request.request_id} got a different reply before"
         request.reply, request.is_open = reply, False
         self._note("client", f"{request.request_id} answered: {reply}")
-        self.histories.acknowledged(request.conversation, request.operation, live.revision)
+        self.histories.note_acknowledged(request.conversation, request.operation, live.revision)
 
     # -- checks of the store --
 
@@ -459,11 +463,11 @@ class People:
         live = (lambda operation: self._may_happen(name, operation)) if process.is_settled else None
         return self._look(process.inspector, name, live)
 
-    def check_store_after_death(self, looking: Any) -> None:
+    def check_store_after_death(self, inspector: Any) -> None:
         """Check the store of a dead process: each operation under way has happened by now or never will."""
         self._busy.clear()
         for name in self.histories.names():
-            self._look(looking, name, lambda operation: False)
+            self._look(inspector, name, lambda operation: False)
 
     def _may_happen(self, name: str, operation: int) -> bool:
         request = self._by_operation.get(operation)
@@ -482,14 +486,14 @@ class People:
         lives = self.daemon.conversations.turns.all_live()
         return any(each.request_id == request.request_id for each in lives)
 
-    def _look(self, looking: Any, name: str, live: Callable[[int], bool] | None) -> Seen | None:
+    def _look(self, inspector: Any, name: str, live: Callable[[int], bool] | None) -> Seen | None:
         try:
-            number, conversation = conversation_rows.require_conversation(looking, name, "")
+            number, conversation = conversation_rows.require_conversation(inspector, name, "")
         except NotFound:
-            self.histories.seen(name, None, live)
+            self.histories.note_seen(name, None, live)
             return None
         messages = message_rows.read_messages(
-            looking, number, conversation, 0, conversation.num_messages, True
+            inspector, number, conversation, 0, conversation.num_messages, True
         )
         exchanges = []
         prefix, num_tokens = 1, 0
@@ -510,7 +514,7 @@ class People:
             num_tokens += message.num_tokens
         assert request is None, f"{name}: a message without its reply"
         seen = Seen(conversation.revision, tuple(exchanges))
-        self.histories.seen(name, seen, live)
+        self.histories.note_seen(name, seen, live)
         return seen
 
     def _check_reply(
@@ -541,7 +545,7 @@ class People:
 
     # -- names --
 
-    def _name_again(self) -> str:
+    def _reuse_name(self) -> str:
         """Return the name of a deleted conversation for reuse, sometimes; else "".
 
         Messages of the first conversation may be sent again: they are new to the second conversation. If a
@@ -559,12 +563,12 @@ class People:
         if self.daemon is None or not gone or self.random.random() < 0.5:
             return ""
         name = self.random.choice(gone)
-        on_their_way = self.daemon.conversations.arriving
+        arriving = self.daemon.conversations.arriving
         operations = []
         for request in self.requests:
             if request.conversation == name:
-                request.is_open, request.reply, request.told = False, None, {}
-                if on_their_way.has_request("", name, request.request_id):
+                request.is_open, request.reply, request.received = False, None, {}
+                if arriving.has_request("", name, request.request_id):
                     operations.append(request.operation)
         self.full.discard(name)
         self.histories.begin_again(name, operations)
@@ -596,7 +600,7 @@ class People:
         self.calls.append(call)
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._over(call)
+            self._end_call(call)
             if task.cancelled():
                 return  # a call that was cancelled may continue in the daemon
             if (error := task.exception()) is not None:
@@ -610,7 +614,7 @@ class People:
         call.task = process.loop.create_task(work)
         call.task.add_done_callback(ended)
 
-    def _over(self, call: Call) -> None:
+    def _end_call(self, call: Call) -> None:
         if call in self.calls:
             self.calls.remove(call)
             if call.request is not None:

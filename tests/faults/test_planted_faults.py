@@ -33,12 +33,12 @@ from tests.faults.world import run
 SEEDS = 120
 FIRST = {
     "a queued turn that was cancelled counts KV of a lost turn as history": 100
-}  # each near a seed that finds the rare bug
+}  # where the search begins: shortly before a seed that finds this rare bug
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
-    """Return a plant that replaces a function by `change(original, *arguments)`."""
+def replace_by(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Return a function that replaces `name` by `change(original, *arguments)`."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)
@@ -47,7 +47,7 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def never(*arguments: Any, **named: Any) -> None:
+def do_nothing(*arguments: Any, **named: Any) -> None:
     return
 
 
@@ -86,7 +86,7 @@ def continue_after_a_cancel(original: Any, self: Turns, token: Any) -> Any:
     return live
 
 
-def without_the_tokens(original: Any, data: bytes) -> Any:
+def digest_without_the_tokens(original: Any, data: bytes) -> Any:
     return original(data[: identities.IDENTITY_BYTES])
 
 
@@ -130,46 +130,50 @@ def ignore_the_failed_commit(original: Any, self: SharedCommits, group: Group) -
 
 
 FAULTS: dict[str, Plant] = {
-    "a client gets a reply before it is stored": around(
+    "a client gets a reply before it is stored": replace_by(
         TurnEnds, "_commit", report_before_it_is_stored
     ),
-    "a client gets a reply although it could not be stored": around(
+    "a client gets a reply although it could not be stored": replace_by(
         TurnEnds, "_commit", report_success_after_an_error
     ),
-    "running turns keep waiting for a dead engine": around(Daemon, "_on_down", never),
-    "an event is lost when many arrive at once": around(channel, "events_of", lose_the_last_event),
-    "an end is applied twice": around(message_rows, "append_history", apply_twice),
-    "a cancelled turn continues": around(Turns, "take", continue_after_a_cancel),
-    "a fork includes messages after its revision": around(
+    "running turns keep waiting for a dead engine": replace_by(Daemon, "_on_down", do_nothing),
+    "an event is lost when many arrive at once": replace_by(
+        channel, "events_of", lose_the_last_event
+    ),
+    "an end is applied twice": replace_by(message_rows, "append_history", apply_twice),
+    "a cancelled turn continues": replace_by(Turns, "take", continue_after_a_cancel),
+    "a fork includes messages after its revision": replace_by(
         message_rows, "require_links", fork_all_messages
     ),
-    "the engine keeps a deleted conversation": around(
+    "the engine keeps a deleted conversation": replace_by(
         EngineClient, "try_put", forget_to_tell_the_engine
     ),
-    "chunks are found by their position and not by their tokens": around(
-        identities, "_digest", without_the_tokens
+    "chunks are found by their position and not by their tokens": replace_by(
+        identities, "_digest", digest_without_the_tokens
     ),
-    "a restart does not interrupt running turns": around(turn_rows, "interrupt_turn", never),
-    "the request_id of an earlier request is not recognised": around(
-        turn_rows, "find_turn_of_request", never
+    "a restart does not interrupt running turns": replace_by(
+        turn_rows, "interrupt_turn", do_nothing
     ),
-    "a restarted turn keeps the state and messages of its failed attempt": around(
-        turn_rows, "restart_turn", never
+    "the request_id of an earlier request is not recognised": replace_by(
+        turn_rows, "find_turn_of_request", do_nothing
     ),
-    "a client that attaches misses the beginning of the reply": around(
+    "a restarted turn keeps the state and messages of its failed attempt": replace_by(
+        turn_rows, "restart_turn", do_nothing
+    ),
+    "a client that attaches misses the beginning of the reply": replace_by(
         TurnFollowers, "follow", attach_without_the_first_token
     ),
-    "a failed turn is marked in memory only": around(
-        conversation_store.ConversationStore, "fail_turn", never
+    "a failed turn is marked in memory only": replace_by(
+        conversation_store.ConversationStore, "fail_turn", do_nothing
     ),
-    "a queued turn that was cancelled counts KV of a lost turn as history": around(
+    "a queued turn that was cancelled counts KV of a lost turn as history": replace_by(
         Scheduler, "_release", count_kept_tokens_as_history
     ),
-    "a hanging engine is not noticed": around(Heartbeat, "tick", never),
-    "a call returns before the commit that it shares": around(
+    "a hanging engine is not noticed": replace_by(Heartbeat, "tick", do_nothing),
+    "a call returns before the commit that it shares": replace_by(
         SharedCommits, "_joining", return_before_the_commit
     ),
-    "a call does not learn that the shared commit has failed": around(
+    "a call does not learn that the shared commit has failed": replace_by(
         SharedCommits, "_joining", ignore_the_failed_commit
     ),
 }

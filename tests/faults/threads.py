@@ -128,8 +128,8 @@ class Threads(asyncio.BaseEventLoop):
 
     def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        told = traceback.format_exception(error) if error is not None else []
-        self.problems.append("".join([context["message"], "\n", *told]))
+        lines = traceback.format_exception(error) if error is not None else []
+        self.problems.append("".join([context["message"], "\n", *lines]))
 
     def _process_events(self, events: list[Any]) -> None:
         return

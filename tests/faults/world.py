@@ -45,7 +45,7 @@ from pensieve.store import conversation_rows, shared_commits
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, copy_empty_history
 from tests.faults.fibers import Fibers
-from tests.faults.kinds import BY_ITSELF, BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
+from tests.faults.kinds import BY_ITSELF, BY_MOVE, ORDINARY, Rates, Shape, draw_rates, draw_shape
 from tests.faults.machine import Link, Machine
 from tests.faults.people import People
 from tests.faults.process import Process, open_inspector, quiet
@@ -68,8 +68,8 @@ class World:
     ) -> None:
         self.seed = seed
         self.random = random.Random(seed)
-        self.shape = shape or drawn_shape(self.random, seed)
-        self.rates = rates or drawn_rates(self.random)
+        self.shape = shape or draw_shape(self.random, seed)
+        self.rates = rates or draw_rates(self.random)
         self.happened: Counter[str] = Counter()
         self.clock = VirtualClock(1.0)
         self.people = People(self.random, self.shape, self.happened, self.note)
@@ -87,8 +87,8 @@ class World:
         folder.mkdir()
         self._place = str(folder)
         self.disk = Disk(folder, self._between_statements)
-        self.disk.on_fault = self._fired
-        self.disk.on_savepoint = self._joined
+        self.disk.on_fault = self._on_fault
+        self.disk.on_savepoint = self._on_savepoint
         copy_empty_history(self.disk.folder, shelf)
 
     def run(self) -> None:
@@ -129,9 +129,9 @@ class World:
         self._num_moves += 1
         weights = ORDINARY | {kind: self.rates[kind] for kind in BY_MOVE}
         what = self.random.choices(list(weights), list(weights.values()))[0]
-        with self._mortal():
+        with self._catching_death():
             if what not in ORDINARY:
-                if self._do(what):
+                if self._make_move(what):
                     self.happened[what] += 1
                     self.note("world", what)
             elif self.process is None:
@@ -184,7 +184,7 @@ class World:
             if not (name in people.full and people.rewind(name, 0)):
                 people.say(name)
 
-    def _do(self, kind: str) -> bool:
+    def _make_move(self, kind: str) -> bool:
         """Do a move of BY_MOVE. Return False if the move was impossible or takes effect later."""
         people = self.people
         fault = next((each for each in STORE_FAULTS if each.kind == kind), None)
@@ -233,12 +233,12 @@ class World:
             else:
                 people.say(call.request.conversation)
         elif names := people.names:
-            return self._do_to(self.random.choice(names), kind)
+            return self._move_conversation(self.random.choice(names), kind)
         else:
             return False
         return True
 
-    def _do_to(self, name: str, kind: str) -> bool:
+    def _move_conversation(self, name: str, kind: str) -> bool:
         people = self.people
         if kind == "a conversation is forked":
             too_many = len(people.names) >= self.shape.conversations_max + 2
@@ -256,7 +256,7 @@ class World:
 
     def start(self) -> None:
         """Start the service, which may die during the start."""
-        with self._mortal():
+        with self._catching_death():
             self._open()
 
     def _open(self) -> None:
@@ -350,7 +350,7 @@ class World:
 
         async def end() -> None:
             await daemon.drain(self.random.choice((0.0, 0.5, 3.0)))
-            self.people.lose()
+            self.people.drop_connections()
             await daemon.close()
 
         self.note("service", "drains")
@@ -378,7 +378,7 @@ class World:
         process, self.process, self.people.process = self.process, None, None
         if process is not None:
             self.note("service", "is gone")
-            self.people.lose()
+            self.people.drop_connections()
             process.bury()
             with contextlib.closing(
                 open_inspector(self.disk.folder / "conversations.db")
@@ -386,7 +386,7 @@ class World:
                 self.people.check_store_after_death(inspector)
 
     @contextlib.contextmanager
-    def _mortal(self) -> Iterator[None]:
+    def _catching_death(self) -> Iterator[None]:
         """Catch the death of the service's process."""
         try:
             yield
@@ -408,11 +408,11 @@ class World:
     def rest(self, say_again: bool = True) -> None:
         """Continue until nothing runs. With `say_again`, also send messages until each is answered."""
         for _ in range(STEPS_MAX):
-            with self._mortal():
+            with self._catching_death():
                 if not self._go_on(say_again):
                     return
         waiting = [each for each in self.people.requests if each.is_open]
-        raise AssertionError(f"it never ends: {self.people.calls}, {waiting}")
+        raise AssertionError(f"the world never comes to rest: {self.people.calls}, {waiting}")
 
     def move_until_begun(self) -> None:
         """Continue until turns are live, or ten steps have passed."""
@@ -420,7 +420,7 @@ class World:
             daemon = self.people.daemon
             if daemon is not None and daemon.conversations.turns.num_live:
                 return
-            with self._mortal():
+            with self._catching_death():
                 self._go_on(say_again=False)
 
     def _go_on(self, say_again: bool) -> bool:
@@ -509,13 +509,13 @@ class World:
             self.process.loop.spin()
             self.process.check()
 
-    def _fired(self, fault: Fault) -> None:
+    def _on_fault(self, fault: Fault) -> None:
         if fault.code is None and self.process is not None:
             self.process.fibers.has_died = True
         self.happened[fault.kind] += 1
         self.note("disk", fault.kind)
 
-    def _joined(self) -> None:
+    def _on_savepoint(self) -> None:
         self.happened["calls share a commit"] += 1
         self.note("store", "a call joins the transaction of another")
         process = self.process

@@ -111,6 +111,6 @@ def test_a_disk_error_is_reported_without_its_path_and_logged_with_it(
             rig.stub.CreateConversation(pb.CreateConversationRequest(conversation_id="d"))
         faults.heal()
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        told = str(error.value.details()) + str(error.value.trailing_metadata())
-        assert str(tmp_path) not in told
+        sent_text = str(error.value.details()) + str(error.value.trailing_metadata())
+        assert str(tmp_path) not in sent_text
         assert str(tmp_path) in caplog.text

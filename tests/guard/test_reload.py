@@ -106,12 +106,15 @@ def test_an_invalid_token_file_changes_nothing_and_is_reported(
 def test_a_token_file_that_was_briefly_unreadable_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if the file did not change: the machine failed, or the file was being replaced."""
+    """The file is read again even if it has not changed since.
+
+    The read may have failed for another reason, such as a lack of file descriptors.
+    """
     path = tmp_path / "tokens.toml"
     path.write_text(callers.new_token("a", admin=False)[1])
     path.chmod(0o600)
     used: list[Sequence[callers.Token]] = []
-    told: list[tuple[int, str]] = []
+    reports: list[tuple[int, str]] = []
     errors = [
         ConfigError("no file descriptors"),
         ConfigError("no file descriptors"),
@@ -130,7 +133,7 @@ def test_a_token_file_that_was_briefly_unreadable_is_read_again(
 
     async def watch() -> None:
         def tell(number: int, problem: str) -> None:
-            told.append((number, problem))
+            reports.append((number, problem))
 
         task = asyncio.create_task(reload.watch_tokens(path, (), used.append, tell))
         while not used and not task.done():
@@ -139,12 +142,12 @@ def test_a_token_file_that_was_briefly_unreadable_is_read_again(
 
     asyncio.run(watch())
     assert used == [read(path)]
-    assert [problem for _, problem in told[:-1]] == [
+    assert [problem for _, problem in reports[:-1]] == [
         "no file descriptors",
         "RecursionError: too deep",
         f"FileNotFoundError: [Errno 2] gone: '{path}'",
     ]
-    assert told[-1] == (1, "")
+    assert reports[-1] == (1, "")
 
 
 def test_a_token_file_that_vanishes_while_it_is_read_raises_a_config_error(
@@ -154,12 +157,12 @@ def test_a_token_file_that_vanishes_while_it_is_read_raises_a_config_error(
     path.write_text(callers.new_token("a", admin=False)[1])
     read_bytes = Path.read_bytes
 
-    def last_reading(path: Path) -> bytes:
+    def read_and_delete(path: Path) -> bytes:
         text = read_bytes(path)
         path.unlink()
         return text
 
-    monkeypatch.setattr(Path, "read_bytes", last_reading)
+    monkeypatch.setattr(Path, "read_bytes", read_and_delete)
     with pytest.raises(ConfigError, match="cannot read"):
         callers.read_tokens(path)
 
@@ -171,10 +174,10 @@ def test_a_daemon_stops_if_its_token_watcher_fails(
     path.write_text(callers.new_token("a", admin=False)[1])
     path.chmod(0o600)
 
-    def unforeseen(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("an unexpected error")
 
-    monkeypatch.setattr(Audit, "tokens_reloaded", unforeseen)
+    monkeypatch.setattr(Audit, "tokens_reloaded", fail)
     listening = Listening(
         "127.0.0.1:0", tmp_path / "admin.sock", tokens=callers.read_tokens(path), token_file=path
     )

@@ -35,7 +35,7 @@ SHORT = pb.Sampling(max_tokens=3, ignore_eos=True)
 
 
 class TokensRig(DaemonRig):
-    """A daemon with a token per tenant; `tokens[tenant]` is a caller with that token."""
+    """A daemon with a token per tenant; `secrets[tenant]` is that token."""
 
     def __init__(
         self,
@@ -109,16 +109,16 @@ class TokensRig(DaemonRig):
 
         return int(self.call(look()))
 
-    def charged(self) -> list[tuple[str, int]]:
+    def record_charges(self) -> list[tuple[str, int]]:
         """Record the tenant and the tokens of each charge."""
         seen: list[tuple[str, int]] = []
         charge = self.daemon.admission.charge
 
-        def noted(tenant: str, num_tokens: int, now: float) -> None:
+        def note_and_charge(tenant: str, num_tokens: int, now: float) -> None:
             seen.append((tenant, num_tokens))
             charge(tenant, num_tokens, now)
 
-        self.daemon.admission.charge = noted  # type: ignore[method-assign]
+        self.daemon.admission.charge = note_and_charge  # type: ignore[method-assign]
         return seen
 
     def evict(self, name: str, tenant: str) -> None:
@@ -207,12 +207,12 @@ def test_history_changes_are_charged_and_a_tenant_in_debt_may_only_read_and_dele
     """Otherwise a limited tenant could make others wait while its texts are tokenized."""
     with TokensRig(tmp_path, {"a": {"tokens_per_second": 5}}) as rig, rig.client("a") as client:
         client.conversation("c").ask("hello", max_tokens=1, ignore_eos=True)
-        charged = rig.charged()
+        charges = rig.record_charges()
         client.conversation("c").fork(conversation_id="fork")
         client.conversation("fork").rewind(0)
-        assert charged == [("a", 1), ("a", 1)]
+        assert charges == [("a", 1), ("a", 1)]
         client.conversation("long").create(system_prompt="word " * 200)
-        assert sum(num_tokens for _, num_tokens in charged) > 200
+        assert sum(num_tokens for _, num_tokens in charges) > 200
         for act in (
             lambda: client.conversation("more").create(),
             lambda: client.conversation("c").fork(conversation_id="fork2"),
@@ -229,11 +229,11 @@ def test_history_changes_are_charged_and_a_tenant_in_debt_may_only_read_and_dele
 
 def test_a_text_that_does_not_fit_is_charged_because_it_was_tokenized(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {"tokens_per_second": 1}}) as rig, rig.client("a") as client:
-        charged = rig.charged()
+        charges = rig.record_charges()
         text = "a b c d e f g " * (rig.daemon.context_max // 5)
         with pytest.raises(ContextFull):
             client.conversation("c").ask(text, max_tokens=1)
-        assert sum(num_tokens for _, num_tokens in charged) > rig.daemon.context_max
+        assert sum(num_tokens for _, num_tokens in charges) > rig.daemon.context_max
 
 
 # -- requests and calls --
@@ -268,13 +268,13 @@ def test_refusals_of_a_tenant_over_its_limits_are_delayed_and_other_tenants_do_n
             return rig.stub.GetConversation.future(request, metadata=metadata, timeout=timeout)
 
         assert get("few").code() is grpc.StatusCode.NOT_FOUND  # the one request that was saved up
-        waits = get("few")
+        waiting = get("few")
         wait_for(lambda: rig.num_calls("few") == 1)
         # Another tenant gets its answer. A caller with a short timeout is refused before the timeout.
         assert get("other").code() is grpc.StatusCode.NOT_FOUND
         assert get("few", timeout=4.0).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert not waits.done()
-        assert waits.cancel()
+        assert not waiting.done()
+        assert waiting.cancel()
         wait_for(lambda: rig.num_calls("few") == 0)
 
 
@@ -285,21 +285,22 @@ def test_calls_of_a_tenant_in_debt_are_delayed_and_other_tenants_do_not_wait(
     monkeypatch.setattr("pensieve.guard.limits.PAUSE_SECONDS_MAX", 3600.0)
     with TokensRig(tmp_path, {"owes": {"tokens_per_second": 0.001}, "other": {}}) as rig:
 
-        def listed(tenant: str, timeout: float | None = None) -> Any:
+        def list_conversations(tenant: str, timeout: float | None = None) -> Any:
             request = pb.ListConversationsRequest()
             metadata = rig.metadata(tenant)
             return rig.stub.ListConversations.future(request, metadata=metadata, timeout=timeout)
 
-        assert listed("owes").result().conversations == []
+        assert list_conversations("owes").result().conversations == []
         with rig.client("owes") as client:
             client.conversation("c").ask("hello", max_tokens=3, ignore_eos=True)
         wait_for(lambda: bool(rig.in_debt("owes")))
-        waits = listed("owes")
+        waiting = list_conversations("owes")
         wait_for(lambda: rig.num_calls("owes") == 1)
-        assert listed("other").result().conversations == []
-        assert len(listed("owes", timeout=4.0).result().conversations) == 1  # before the timeout
-        assert not waits.done()
-        assert waits.cancel()
+        assert list_conversations("other").result().conversations == []
+        # A call with a short timeout is answered before the timeout.
+        assert len(list_conversations("owes", timeout=4.0).result().conversations) == 1
+        assert not waiting.done()
+        assert waiting.cancel()
         wait_for(lambda: rig.num_calls("owes") == 0)
 
 
@@ -376,10 +377,11 @@ def test_a_warm_counts_as_a_turn_and_its_tokens_are_charged(tmp_path: Path) -> N
                 "the turn that the warm is for must run"
             )
         with rig.client("b") as client:
-            charged = rig.charged()
+            charges = rig.record_charges()
             client.conversation("c").warm()
-            wait_for(lambda: sum(num_tokens for _, num_tokens in charged) > 50)  # of the warm
-            assert {tenant for tenant, _ in charged} == {"b"}
+            # Wait until the tokens of the warm are charged.
+            wait_for(lambda: sum(num_tokens for _, num_tokens in charges) > 50)
+            assert {tenant for tenant, _ in charges} == {"b"}
             assert not rig.num_turns("b")
 
 
@@ -437,13 +439,13 @@ async def tell(error: Exception) -> None:
 
 
 class Stream:
-    """A call's context whose writes block until released."""
+    """A call's context whose writes block until `released` is set."""
 
     read: Any = None
     read_ahead: Any = None
 
     def __init__(self) -> None:
-        self.taken = asyncio.Event()
+        self.released = asyncio.Event()
         self.num_written = 0
 
     def add_done_callback(self, callback: Any) -> None:
@@ -455,7 +457,7 @@ class Stream:
     def time_remaining(self) -> None: ...
 
     async def write(self, message: Any) -> None:
-        await self.taken.wait()
+        await self.released.wait()
         self.num_written += 1
 
 
@@ -473,10 +475,10 @@ def test_a_stream_chunk_waits_for_room_but_a_large_chunk_is_sent_alone() -> None
         ]
         await asyncio.sleep(0.2)
         assert allowance.num_unread_bytes == 700
-        second.taken.set()
+        second.released.set()
         await asyncio.sleep(0.2)
         assert second.num_written == 0, "the second write did not wait for the first"
-        first.taken.set()
+        first.released.set()
         await asyncio.gather(*writes)
         assert (second.num_written, allowance.num_unread_bytes) == (1, 0)
         await calls[0].send(5000, first.write, "x" * 5000)
@@ -495,11 +497,11 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
         seen: list[tuple[str, int]] = []
         begin = rig.daemon.begin
 
-        async def noted(ask: Any, *rest: Any) -> Any:
+        async def note_and_begin(ask: Any, *rest: Any) -> Any:
             seen.append((ask.tenant, ask.options.priority))
             return await begin(ask, *rest)
 
-        rig.daemon.begin = noted  # type: ignore[method-assign, assignment]
+        rig.daemon.begin = note_and_begin  # type: ignore[method-assign, assignment]
         for priority in (8, 0, -3):
             for tenant in ("a", "b"):
                 read_turn(rig.begin(tenant, f"c{priority}", SHORT, priority=priority))
@@ -520,10 +522,10 @@ def order_of_admission(
     with TokensRig(folder, {"first": {"weight": 100}, **limits}, slow, written) as rig:
         admitted: list[str] = []
 
-        def noted(live: Any, missing: int) -> None:
+        def note_admission(live: Any, missing: int) -> None:
             admitted.append(live.tenant)
 
-        rig.daemon.events.admitted.subscribe(noted)
+        rig.daemon.events.admitted.subscribe(note_admission)
         first = rig.begin("first", "c")
         calls = [rig.begin(tenant, f"c{i}", SHORT) for i, tenant in enumerate(turns)]
         assert admitted == ["first"]

@@ -78,8 +78,12 @@ class ScriptedJobs:
             return
         answers = []
         for line in self.store.pending_lines(key, limit=max(num_lines, 1))[:num_lines]:
-            said = json.loads(line.text)
-            text = {"custom_id": said["custom_id"], "response": said.get("q", ""), "error": None}
+            request = json.loads(line.text)
+            text = {
+                "custom_id": request["custom_id"],
+                "response": request.get("q", ""),
+                "error": None,
+            }
             answers.append(NewAnswer(line.number, json.dumps(text).encode(), JobUsage(9, 5, 2)))
         if not self.store.answer(key, answers).num_pending:
             self.store.set_state(key, JobState.ENDED, JobOutcome.COMPLETED)

@@ -37,7 +37,9 @@ def refusal(number: int, text: str = "no") -> NewRefusal:
     return NewRefusal(number, f"{text} {number}".encode())
 
 
-def sent(store: JobStore, key: JobKey = KEY, num_lines: int = 5, text: str = "") -> StoredJob:
+def create_waiting(
+    store: JobStore, key: JobKey = KEY, num_lines: int = 5, text: str = ""
+) -> StoredJob:
     """Create a waiting job."""
     store.create(NewJob(key, "by night", "ab" * 32, {"endpoint": ""}))
     store.append_lines(key, [line(number, text) for number in range(1, num_lines + 1)])

@@ -73,7 +73,7 @@ def view(rig: DaemonRig, job_id: str, tenant: str = "") -> JobView:
     return found
 
 
-def until_ended(rig: DaemonRig, job_id: str) -> JobView:
+def wait_until_ended(rig: DaemonRig, job_id: str) -> JobView:
     wait_for(lambda: view(rig, job_id).state is JobState.ENDED)
     return view(rig, job_id)
 
@@ -101,10 +101,10 @@ def words(rig: DaemonRig, job_id: str) -> dict[str, str]:
     return said
 
 
-def undisturbed(data: Path, file: bytes) -> dict[str, str]:
+def run_undisturbed(data: Path, file: bytes) -> dict[str, str]:
     with rig(data) as alone:
         send(alone, "j", file)
-        assert until_ended(alone, "j").outcome is JobOutcome.COMPLETED
+        assert wait_until_ended(alone, "j").outcome is JobOutcome.COMPLETED
         return words(alone, "j")
 
 
@@ -114,7 +114,7 @@ def test_a_job_is_checked_run_and_answered(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon:
         sent = send(daemon, "night", file, name="questions", sha256=digest, num_bytes=len(file))
         assert (sent.state, sent.num_lines, sent.num_bytes) == (JobState.CHECKING, 20, len(file))
-        ended = until_ended(daemon, "night")
+        ended = wait_until_ended(daemon, "night")
         assert (ended.outcome, ended.num_answered, ended.num_refused) == ("completed", 20, 0), (
             results(daemon, "night")
         )
@@ -132,12 +132,12 @@ def test_answers_equal_those_of_a_conversation(tmp_path: Path) -> None:
     lines = [line(number) for number in range(6)]
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of(lines))
-        until_ended(daemon, "j")
+        wait_until_ended(daemon, "j")
         said = words(daemon, "j")
         for each in lines:
             content = each["body"]["messages"][0]["content"]
-            told = daemon.ask(each["custom_id"], content, sampling={"max_tokens": 12})
-            assert told.text == said[each["custom_id"]]
+            turn = daemon.ask(each["custom_id"], content, sampling={"max_tokens": 12})
+            assert turn.text == said[each["custom_id"]]
 
 
 def test_invalid_lines_are_named_and_the_rest_of_the_job_runs(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_invalid_lines_are_named_and_the_rest_of_the_job_runs(tmp_path: Path) ->
     ]
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of(lines))
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.num_lines, ended.num_answered, ended.num_refused) == (8, 2, 6)
         assert set(words(daemon, "j")) == {"r1", "r9"}
         errors = [each["error"] for each in results(daemon, "j", ResultKind.ERRORS)]
@@ -173,7 +173,7 @@ def test_choices_share_their_prompt_and_differ(tmp_path: Path) -> None:
     lines = [line(1, body={"n": 4, "temperature": 1.0, "seed": 5})]
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of(lines))
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         (answer,) = results(daemon, "j")
         choices = answer["response"]["body"]["choices"]
         assert [each["index"] for each in choices] == [0, 1, 2, 3]
@@ -183,13 +183,13 @@ def test_choices_share_their_prompt_and_differ(tmp_path: Path) -> None:
 def test_a_check_only_job_computes_nothing(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of([line(1), "{", line(3)]), check_only=True)
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.outcome, ended.num_answered, ended.num_refused) == ("checked", 0, 1)
 
 
 def test_a_resumed_job_continues_where_it_was_paused(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(60))
-    right = undisturbed(tmp_path / "alone", file)
+    right = run_undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW, turns_max="4") as daemon:
         send(daemon, "j", file)
         for least in (3, 10, 20):
@@ -198,22 +198,22 @@ def test_a_resumed_job_continues_where_it_was_paused(tmp_path: Path) -> None:
             assert (paused.state, paused.num_running) == (JobState.PAUSED, 0)
             assert paused.num_answered < 60
             assert daemon.call(daemon.batch.resume("", "j")).state is JobState.WAITING
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.outcome, ended.num_answered) == ("completed", 60)
         assert words(daemon, "j") == right
 
 
-def test_a_paused_job_lets_the_next_one_pass(tmp_path: Path) -> None:
+def test_a_paused_job_lets_the_next_job_pass(tmp_path: Path) -> None:
     with rig(tmp_path, SLOW, turns_max="2") as daemon:
         send(daemon, "first", file_of(line(number) for number in range(40)))
         wait_for(lambda: view(daemon, "first").num_answered)
         send(daemon, "second", file_of(line(number) for number in range(3)))
         daemon.call(daemon.batch.pause("", "first"))
-        until_ended(daemon, "second")
+        wait_until_ended(daemon, "second")
         assert view(daemon, "first").state is JobState.PAUSED
 
 
-def test_a_cancelled_job_keeps_its_answers_and_a_deleted_one_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cancelled_job_keeps_its_answers_and_a_deleted_job_leaves_nothing(tmp_path: Path) -> None:
     with rig(tmp_path, SLOW, turns_max="2") as daemon:
         send(daemon, "j", file_of(line(number) for number in range(40)))
         wait_for(lambda: view(daemon, "j").num_answered > 2)
@@ -225,12 +225,12 @@ def test_a_cancelled_job_keeps_its_answers_and_a_deleted_one_leaves_nothing(tmp_
             view(daemon, "j")
         assert not [each for each in tmp_path.glob("jobs/*") if each.is_file()]
         send(daemon, "j", file_of([line(1)]))
-        until_ended(daemon, "j")
+        wait_until_ended(daemon, "j")
 
 
 def test_no_answer_is_lost_if_the_engine_is_killed(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(80))
-    right = undisturbed(tmp_path / "alone", file)
+    right = run_undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW, turns_max="8") as daemon:
         send(daemon, "j", file)
         for least in (5, 15, 25, 40):
@@ -238,14 +238,14 @@ def test_no_answer_is_lost_if_the_engine_is_killed(tmp_path: Path) -> None:
             pid = daemon.daemon.engine.pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.num_answered, ended.num_refused) == (80, 0)
         assert words(daemon, "j") == right
 
 
 def test_a_restarted_daemon_continues_jobs_and_answers_no_line_twice(tmp_path: Path) -> None:
     file = file_of(line(number) for number in range(60))
-    right = undisturbed(tmp_path / "alone", file)
+    right = run_undisturbed(tmp_path / "alone", file)
     data, before = tmp_path / "data", 0
     for _ in range(3):
         with rig(data, SLOW, turns_max="4") as daemon:
@@ -254,7 +254,7 @@ def test_a_restarted_daemon_continues_jobs_and_answers_no_line_twice(tmp_path: P
             wait_for(lambda least=before + 4: view(daemon, "j").num_answered > least)
             before = view(daemon, "j").num_answered
     with rig(data) as daemon:
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert ended.num_answered == 60
         assert words(daemon, "j") == right
 
@@ -278,7 +278,7 @@ def test_forbidden_calls_during_a_job_are_refused_and_do_not_disturb_it(
             with pytest.raises(WrongJobState):
                 daemon.call(operation("", "j"))
         gate.set()
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.outcome, ended.num_answered, num_calls) == ("checked", 0, 1)
         with pytest.raises(WrongJobState):
             daemon.call(daemon.batch.resume("", "j"))
@@ -296,7 +296,7 @@ def test_a_failed_job_leaves_no_turns_in_the_engine(
         monkeypatch.setattr(daemon.job_store, "answer", answer)
         lines = (line(number, body={"max_tokens": 3 + 400 * (number > 0)}) for number in range(8))
         send(daemon, "j", file_of(lines))
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.outcome, ended.problem) == ("failed", "the job is damaged")
 
         def running() -> float:
@@ -308,13 +308,13 @@ def test_a_failed_job_leaves_no_turns_in_the_engine(
 
 def test_a_chat_is_answered_at_once_while_a_job_fills_the_engine(tmp_path: Path) -> None:
     file = file_of(line(number, body={"max_tokens": 100}) for number in range(200))
-    right = undisturbed(tmp_path / "alone", file)
+    right = run_undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW) as daemon:
         send(daemon, "j", file)
         wait_for(lambda: view(daemon, "j").num_running > 64)
         assert daemon.ask("chat", "hello").completed is not None
         assert view(daemon, "j").num_answered < 200
-        assert until_ended(daemon, "j").num_answered == 200
+        assert wait_until_ended(daemon, "j").num_answered == 200
         assert words(daemon, "j") == right
 
 
@@ -332,7 +332,7 @@ def test_an_unreadable_job_is_left_unchanged(tmp_path: Path, damage: str) -> Non
     file = file_of([line(1)])
     with rig(tmp_path) as daemon:
         send(daemon, "j", file)
-        until_ended(daemon, "j")
+        wait_until_ended(daemon, "j")
     (path,) = (tmp_path / "jobs").glob("*.db")
     with contextlib.closing(sqlite3.connect(path)) as conn, conn:
         conn.execute(damage)
@@ -341,7 +341,7 @@ def test_an_unreadable_job_is_left_unchanged(tmp_path: Path, damage: str) -> Non
             send(daemon, "j", file)
         assert path.exists()
         send(daemon, "other", file)
-        until_ended(daemon, "other")
+        wait_until_ended(daemon, "other")
 
 
 def test_a_file_with_too_many_blank_lines_is_refused(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_running_uploads_count_towards_a_tenants_storage_limit(tmp_path: Path) -
     file = file_of(line(number) for number in range(4))
     limits = {"a": Limits(storage_bytes=3 * len(file))}
 
-    async def sends(jobs: Any) -> list[Any]:
+    async def send_all(jobs: Any) -> list[Any]:
         async def slowly() -> AsyncIterator[bytes]:
             for start in range(0, len(file), 500):
                 await asyncio.sleep(0.01)
@@ -365,13 +365,13 @@ def test_running_uploads_count_towards_a_tenants_storage_limit(tmp_path: Path) -
 
     config = DaemonConfig(limits=limits)
     with DaemonRig(tmp_path, config=config, batch_jobs=JobsConfig()) as daemon:
-        found = daemon.call(sends(daemon.batch))
+        found = daemon.call(send_all(daemon.batch))
         refused = [each for each in found if isinstance(each, StorageFull)]
         assert 0 < len(found) - len(refused) < 3, found
 
 
 def test_a_client_that_disconnects_at_once_leaves_no_job(tmp_path: Path) -> None:
-    async def leaves(jobs: Any) -> None:
+    async def disconnect(jobs: Any) -> None:
         async def nothing() -> AsyncIterator[bytes]:
             await asyncio.sleep(60.0)
             yield b""
@@ -383,10 +383,10 @@ def test_a_client_that_disconnects_at_once_leaves_no_job(tmp_path: Path) -> None
         await asyncio.gather(call, return_exceptions=True)
 
     with rig(tmp_path) as daemon:
-        daemon.call(leaves(daemon.batch))
+        daemon.call(disconnect(daemon.batch))
         wait_for(lambda: not list((tmp_path / "jobs").glob("*.db")))
         send(daemon, "j", file_of([line(1)]))
-        assert until_ended(daemon, "j").num_answered == 1
+        assert wait_until_ended(daemon, "j").num_answered == 1
 
 
 def test_a_full_disk_stops_a_job_but_no_chat(
@@ -405,7 +405,7 @@ def test_a_full_disk_stops_a_job_but_no_chat(
         wait_for(lambda: "disk is full" in view(daemon, "j").problem)
         assert daemon.ask("chat", "hello").completed is not None
         is_full = False
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.num_answered, ended.problem) == (12, "")
 
 
@@ -432,7 +432,7 @@ def test_files_that_contradict_their_header_leave_no_job(tmp_path: Path) -> None
 def test_the_error_for_a_line_that_is_too_long_has_its_number(tmp_path: Path) -> None:
     with rig(tmp_path) as daemon:
         send(daemon, "j", file_of([line(1), "x" * (9 << 20), line(3)]))
-        ended = until_ended(daemon, "j")
+        ended = wait_until_ended(daemon, "j")
         assert (ended.num_answered, ended.num_refused) == (2, 1)
         (error,) = [each["error"] for each in results(daemon, "j", ResultKind.ERRORS)]
         assert (error["line"], error["code"]) == (2, "line_too_large")

@@ -27,7 +27,7 @@ def job_of(client: Client, job_id: str) -> Job | None:
     return None
 
 
-def until(client: Client, job_id: str, num_done: int) -> Job:
+def wait_until_answered(client: Client, job_id: str, num_done: int) -> Job:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (job := job_of(client, job_id)) is None or job.num_answered < num_done:
         assert time.monotonic() < deadline, job
@@ -52,7 +52,7 @@ def test_daemon_and_engine_are_killed_and_each_line_is_answered_once(tmp_path: P
     alone = ServeProcess(tmp_path / "alone", engine="echo:0.001")
     with Client(alone.start()) as client:
         client.jobs.create(file, job_id="j")
-        until(client, "j", LINES)
+        wait_until_answered(client, "j", LINES)
         right = answers(client, "j")
     assert alone.stop() == 0
     daemon = ServeProcess(tmp_path / "data", "--turns-max", "6", engine="echo:0.01")
@@ -62,7 +62,7 @@ def test_daemon_and_engine_are_killed_and_each_line_is_answered_once(tmp_path: P
     for number in range(KILLS):
         least = (number + 1) * LINES // (KILLS + 2) - choose.randint(0, 5)
         with Client(address) as client:
-            until(client, "j", least)
+            wait_until_answered(client, "j", least)
         if number % 3 == 1:
             engine = daemon.engine_pid()
             if engine is not None:
@@ -71,7 +71,7 @@ def test_daemon_and_engine_are_killed_and_each_line_is_answered_once(tmp_path: P
         daemon.kill()
         address = daemon.start()
     with Client(address) as client:
-        ended = until(client, "j", LINES)
+        ended = wait_until_answered(client, "j", LINES)
         assert (ended.num_answered, ended.num_refused) == (LINES, 0)
         assert answers(client, "j") == right
     assert daemon.stop() == 0

@@ -59,11 +59,11 @@ def upload(server: HttpRig, *parts: tuple[str, bytes], **headers: str) -> Answer
     return server.ask("POST", "/v1/files", form(*parts), {"content-type": FORM, **headers})
 
 
-PURPOSE = ('name="purpose"', b"batch")
-SENT = ('name="file"; filename="in.jsonl"', FILE)
+PURPOSE_PART = ('name="purpose"', b"batch")
+FILE_PART = ('name="file"; filename="in.jsonl"', FILE)
 
 
-def ended(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
+def wait_until_ended(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
     found: list[openai.types.Batch] = []
 
     def look() -> bool:
@@ -92,7 +92,7 @@ def test_openais_client_uploads_a_file_and_gets_its_answers(client: openai.OpenA
     )
     assert (batch.object, batch.input_file_id, batch.metadata) == ("batch", file.id, {"for": "ada"})
     client.files.delete(file.id)  # the batch keeps its own copy of the lines
-    done = ended(client, batch.id)
+    done = wait_until_ended(client, batch.id)
     assert done.status == "completed"
     assert done.request_counts is not None
     counts = done.request_counts
@@ -196,7 +196,7 @@ def test_a_file_of_results_can_only_be_deleted_with_its_batch(client: openai.Ope
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    output = ended(client, batch.id).output_file_id
+    output = wait_until_ended(client, batch.id).output_file_id
     assert output is not None
     with pytest.raises(openai.ConflictError, match=f"DELETE /v1/batches/{batch.id}"):
         client.files.delete(output)
@@ -213,21 +213,21 @@ def test_a_job_created_over_grpc_is_a_batch_with_its_lines_as_file(
         await server.rig.batch.create("", JobHeader("by-hand", "x.jsonl"), chunks())
 
     server.rig.call(create())
-    found = ended(client, "by-hand")
+    found = wait_until_ended(client, "by-hand")
     assert client.files.content(found.input_file_id).content == line("a")
 
 
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ((PURPOSE,), "file"),
-        ((SENT,), "purpose"),
-        ((('name="purpose"', b"vision"), SENT), "purpose"),
-        ((PURPOSE, SENT, SENT), "only once"),
-        ((PURPOSE, PURPOSE, SENT), "twice"),
-        ((PURPOSE, SENT, ('name="expires_after[seconds]"', b"9")), "not supported"),
-        ((('name="purpose"', b"x" * 9_000), SENT), "field"),
-        ((PURPOSE, ('name="file"; filename="e"', b"")), "no requests"),
+        ((PURPOSE_PART,), "file"),
+        ((FILE_PART,), "purpose"),
+        ((('name="purpose"', b"vision"), FILE_PART), "purpose"),
+        ((PURPOSE_PART, FILE_PART, FILE_PART), "only once"),
+        ((PURPOSE_PART, PURPOSE_PART, FILE_PART), "twice"),
+        ((PURPOSE_PART, FILE_PART, ('name="expires_after[seconds]"', b"9")), "not supported"),
+        ((('name="purpose"', b"x" * 9_000), FILE_PART), "field"),
+        ((PURPOSE_PART, ('name="file"; filename="e"', b"")), "no requests"),
     ],
 )
 def test_an_invalid_form_leaves_no_file(server: HttpRig, parts: Any, says: str) -> None:
@@ -239,7 +239,7 @@ def test_an_invalid_form_leaves_no_file(server: HttpRig, parts: Any, says: str) 
 
 
 def test_form_fields_may_follow_the_file(server: HttpRig) -> None:
-    assert upload(server, SENT, PURPOSE).value["bytes"] == len(FILE)
+    assert upload(server, FILE_PART, PURPOSE_PART).value["bytes"] == len(FILE)
 
 
 def test_invalid_requests_are_refused(server: HttpRig, client: openai.OpenAI) -> None:
@@ -247,7 +247,7 @@ def test_invalid_requests_are_refused(server: HttpRig, client: openai.OpenAI) ->
         body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **members}
         return server.ask("POST", "/v1/batches", body)
 
-    file = upload(server, PURPOSE, SENT).value["id"]
+    file = upload(server, PURPOSE_PART, FILE_PART).value["id"]
     assert make().error["param"] == "input_file_id"
     assert make(input_file_id="file-" + "0" * 24).status == 404
     assert make(input_file_id="mine").error["param"] == "input_file_id"
@@ -270,13 +270,13 @@ def test_a_tenant_sees_only_its_own_files_and_batches(tmp_path: Path) -> None:
     http = {"tokens": tokens, "audit_log": audit_log}
     ada, bob = ({"authorization": f"Bearer {name}"} for name in names)
     with http_rig(tmp_path / "data", http=http, batch_jobs=JobsConfig()) as server:
-        file = upload(server, PURPOSE, SENT, **ada).value["id"]
+        file = upload(server, PURPOSE_PART, FILE_PART, **ada).value["id"]
         path = f"/v1/files/{file}"
         assert server.ask("GET", path, headers=ada).status == 200
         for method, where in (("GET", path), ("GET", f"{path}/content"), ("DELETE", path)):
             assert server.ask(method, where, headers=bob).status == 404
         assert server.ask("GET", "/v1/files", headers=bob).value["data"] == []
-        assert upload(server, PURPOSE, SENT).status == 401
+        assert upload(server, PURPOSE_PART, FILE_PART).status == 401
         assert server.ask("DELETE", path, headers=ada).value["deleted"]
     audited = [json.loads(each) for each in audit_log.read_text().splitlines()]
     deletions = [each for each in audited if each["event"] == "delete"]
@@ -289,7 +289,7 @@ def test_a_tenant_sees_only_its_own_files_and_batches(tmp_path: Path) -> None:
 def test_a_daemon_without_jobs_answers_404(tmp_path: Path) -> None:
     with http_rig(tmp_path / "data") as server:
         assert server.ask("GET", "/v1/batches").status == 404
-        assert upload(server, PURPOSE, SENT).status == 404
+        assert upload(server, PURPOSE_PART, FILE_PART).status == 404
 
 
 def test_sizes_of_results_are_read_once_and_lists_are_paged(
@@ -299,7 +299,7 @@ def test_sizes_of_results_are_read_once_and_lists_are_paged(
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    done = ended(client, batch.id)
+    done = wait_until_ended(client, batch.id)
     first = {each.id: each.bytes for each in client.files.list()}
     read: list[Any] = []
     store = server.rig.job_store
@@ -327,7 +327,7 @@ def test_a_list_stops_when_its_client_disconnects(server: HttpRig, client: opena
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-        ended(client, batch.id)  # sizes of this batch have not been requested yet
+        wait_until_ended(client, batch.id)  # sizes of this batch have not been requested yet
     store = server.rig.job_store
     read, go_on, is_over = [], threading.Event(), threading.Event()
     result_bytes, enter = store.result_bytes, GuardedCall.enter

@@ -17,9 +17,9 @@ import pytest
 from pensieve.errors import NotFound, PensieveError
 from pensieve.jobs.job_records import JobKey, JobState
 from pensieve.jobs.job_store import JobStore
-from tests.jobs.stored_jobs import KEY, answer, files, numbers, results, sent
+from tests.jobs.stored_jobs import KEY, answer, create_waiting, files, numbers, results
 from tests.scale import SCALE
-from tests.store.power import NOTE, Event, files_after, recorded
+from tests.store.power import NOTE, Event, files_after, run_recorded
 from tests.store.test_power_loss import library
 
 __all__ = ["library"]  # used as a fixture
@@ -33,7 +33,7 @@ import os, random, sys
 from pathlib import Path
 from pensieve.jobs.job_records import JobState
 from pensieve.jobs.job_store import JobStore
-from tests.jobs.stored_jobs import KEY, answer, sent
+from tests.jobs.stored_jobs import KEY, answer, create_waiting
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole or not at all
@@ -41,7 +41,7 @@ def tell(*words):
 life, num_lines = sys.argv[2], int(sys.argv[3])
 store = JobStore.open(Path(sys.argv[1]))
 if not store.list_jobs():
-    sent(store, KEY, num_lines)
+    create_waiting(store, KEY, num_lines)
     tell("sent")
 store.set_state(KEY, JobState.RUNNING)
 rng = random.Random(life)
@@ -54,7 +54,7 @@ sys.stdin.read()
 """
 
 
-def killed_after(folder: Path, life: int, num_said: int, seconds: float) -> list[str]:
+def run_and_kill(folder: Path, life: int, num_said: int, seconds: float) -> list[str]:
     """Run a process and kill it. Return what it acknowledged."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), str(life), str(NUM_LINES)],
@@ -78,7 +78,7 @@ def test_no_acknowledged_answer_is_lost_or_duplicated(tmp_path: Path) -> None:
     acknowledged: dict[int, int] = {}  # line -> process run that answered it
     was_sent = False
     for life in range(NUM_KILLS):
-        said = killed_after(tmp_path, life, rng.randrange(1, 5), rng.uniform(0.0, 0.01))
+        said = run_and_kill(tmp_path, life, rng.randrange(1, 5), rng.uniform(0.0, 0.01))
         was_sent = was_sent or bool(said)
         for each in said:
             if each[0].isdigit():
@@ -101,11 +101,12 @@ KILLED_AT = {
     "receiving": "store.create(NewJob(KEY)); store.append_lines(KEY, [line(1)])",
     "checking": "store.create(NewJob(KEY)); store.append_lines(KEY, [line(1)]); store.received(KEY);"
     " store.refuse(KEY, [refusal(1)])",
-    "waiting": "sent(store)",
-    "running": "sent(store); store.set_state(KEY, JobState.RUNNING); store.answer(KEY, [answer(2)])",
-    "paused": "sent(store); store.set_state(KEY, JobState.PAUSED)",
-    "ended": "sent(store); store.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED)",
-    "deleted": "sent(store); store.delete(KEY)",
+    "waiting": "create_waiting(store)",
+    "running": "create_waiting(store); store.set_state(KEY, JobState.RUNNING);"
+    " store.answer(KEY, [answer(2)])",
+    "paused": "create_waiting(store); store.set_state(KEY, JobState.PAUSED)",
+    "ended": "create_waiting(store); store.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED)",
+    "deleted": "create_waiting(store); store.delete(KEY)",
 }
 
 
@@ -124,7 +125,7 @@ def test_a_kill_in_any_state_leaves_a_valid_job_or_none(tmp_path: Path, state: s
             with pytest.raises(NotFound):
                 store.get(KEY)
             assert files(tmp_path) == []
-            sent(store)
+            create_waiting(store)
         job = store.get(KEY)
         if state == "checking":
             assert (job.state, job.num_refused) == (JobState.CHECKING, 1)
@@ -135,11 +136,11 @@ def test_a_kill_in_any_state_leaves_a_valid_job_or_none(tmp_path: Path, state: s
 
 def test_a_deletion_that_was_killed_halfway_is_finished_at_the_next_opening(tmp_path: Path) -> None:
     with JobStore.open(tmp_path) as store:
-        sent(store)
+        create_waiting(store)
         store.answer(KEY, [answer(1, "SECRET")])
-        beside = [path for path in files(tmp_path) if path.suffix != ".db"]
-        assert b"SECRET" in b"".join(path.read_bytes() for path in beside)
-        kept = {path: path.read_bytes() for path in beside}
+        wal_files = [path for path in files(tmp_path) if path.suffix != ".db"]
+        assert b"SECRET" in b"".join(path.read_bytes() for path in wal_files)
+        kept = {path: path.read_bytes() for path in wal_files}
         store.delete(KEY)
     for path, content in kept.items():
         path.write_bytes(content)
@@ -153,7 +154,7 @@ import importlib, json, os, random, sys
 from pathlib import Path
 from pensieve.jobs.job_records import JobKey, JobState
 from pensieve.jobs.job_store import JobStore
-from tests.jobs.stored_jobs import answer, sent
+from tests.jobs.stored_jobs import answer, create_waiting
 from tests.store.power import note
 
 def tell(what, *words):
@@ -165,7 +166,7 @@ pending = {}
 for number in range(80):
     if len(pending) < 3:
         name = f"j{number}"
-        sent(store, JobKey("", name), 40, "mark-" + name)
+        create_waiting(store, JobKey("", name), 40, "mark-" + name)
         tell("sent", name)
         pending[name] = list(range(1, 41))
     name = rng.choice(list(pending))
@@ -182,7 +183,7 @@ os._exit(0)
 """
 
 
-def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
+def broken_promises(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
     """Return the promises that jobs break after a power loss that follows these events."""
     promised: dict[str, dict[int, str]] = {}
     gone: set[str] = set()
@@ -221,7 +222,7 @@ def test_a_loss_of_power_loses_no_answer_and_brings_back_no_deleted_job(
 ) -> None:
     folder = tmp_path / "data" / "jobs"
     folder.mkdir(parents=True)
-    events = recorded(library, folder, ["-c", POWER_CHILD, str(folder.parent), driver.__name__])
+    events = run_recorded(library, folder, ["-c", POWER_CHILD, str(folder.parent), driver.__name__])
     notes = [at for at, event in enumerate(events) if event.what == NOTE]
     assert len(notes) > 90
     found = []
@@ -233,6 +234,7 @@ def test_a_loss_of_power_loses_no_answer_and_brings_back_no_deleted_job(
         for name, content in files_after(events[: at + 1], rng).items():
             (place / name).write_bytes(content)
         found += [
-            f"seed {seed}: {each}" for each in what_is_wrong(place.parent, events[: at + 1], driver)
+            f"seed {seed}: {each}"
+            for each in broken_promises(place.parent, events[: at + 1], driver)
         ]
     assert found == []

@@ -25,13 +25,13 @@ from pensieve.jobs.job_store import LAST_RESORT, JobStore
 from tests.jobs.stored_jobs import (
     KEY,
     answer,
+    create_waiting,
     everything,
     files,
     line,
     numbers,
     refusal,
     results,
-    sent,
 )
 from tests.store.faulty import FaultyDriver
 from tests.store.talk import DRIVERS
@@ -42,10 +42,10 @@ NEW = JobKey("", "new")
 
 def prepare(store: JobStore) -> None:
     """Create jobs: `nightly` waits with two results, `new` is being received, and `old` has ended."""
-    sent(store)
+    create_waiting(store)
     store.answer(KEY, [answer(2)])
     store.refuse(KEY, [refusal(4)])
-    sent(store, JobKey("", "old"), 1)
+    create_waiting(store, JobKey("", "old"), 1)
     store.set_state(JobKey("", "old"), JobState.ENDED, JobOutcome.CANCELLED)
     store.create(NewJob(NEW))
     store.append_lines(NEW, [line(1)])
@@ -138,11 +138,11 @@ import resource, signal, sys
 from pathlib import Path
 from pensieve.errors import StoreUnavailable
 from pensieve.jobs.job_store import JobStore
-from tests.jobs.stored_jobs import KEY, OTHER, answer, numbers, results, sent
+from tests.jobs.stored_jobs import KEY, OTHER, answer, create_waiting, numbers, results
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = JobStore.open(Path(sys.argv[1]))
-sent(store, KEY, 100)
-sent(store, OTHER, 1)
+create_waiting(store, KEY, 100)
+create_waiting(store, OTHER, 1)
 limit = (400_000, resource.RLIM_INFINITY)
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 number = 0
@@ -181,7 +181,7 @@ def test_a_flipped_bit_is_not_served_and_the_error_names_its_line(
     tmp_path: Path, driver: Any
 ) -> None:
     with open_in(tmp_path, driver) as store:
-        sent(store, text="plain")
+        create_waiting(store, text="plain")
         store.answer(KEY, [answer(1), answer(4)])
     flip(file_of(tmp_path), b'"custom_id": "r3"')
     flip(file_of(tmp_path), b"yes 4")
@@ -208,10 +208,10 @@ def test_a_damaged_job_is_named_and_deletable_and_other_jobs_continue(
     tmp_path: Path, driver: Any
 ) -> None:
     with open_in(tmp_path, driver) as store:
-        sent(store)
+        create_waiting(store)
     damaged = file_of(tmp_path)
     with open_in(tmp_path, driver) as store:
-        sent(store, JobKey("", "other"))
+        create_waiting(store, JobKey("", "other"))
     damaged.write_bytes(b"To be, or not to be" * 1000)
     with open_in(tmp_path, driver) as store:
         assert [job.key.job_id for job in store.list_jobs()] == ["other"]
@@ -223,7 +223,7 @@ def test_a_damaged_job_is_named_and_deletable_and_other_jobs_continue(
         store.delete(KEY)
         assert store.unreadable == {}
         assert not damaged.exists()
-        assert sent(store).num_lines == 5
+        assert create_waiting(store).num_lines == 5
 
 
 def numbers_of(store: JobStore) -> Callable[[JobKey], object]:
@@ -232,8 +232,8 @@ def numbers_of(store: JobStore) -> Callable[[JobKey], object]:
 
 def test_a_page_damaged_under_an_open_store_fails_only_its_job(tmp_path: Path, driver: Any) -> None:
     with open_in(tmp_path, driver) as store:
-        sent(store, num_lines=2000, text="x" * 200)
-        sent(store, JobKey("", "other"))
+        create_waiting(store, num_lines=2000, text="x" * 200)
+        create_waiting(store, JobKey("", "other"))
     path = next(path for path in files(tmp_path) if path.stat().st_size > 100_000)
     content = bytearray(path.read_bytes())
     content[30 * 4096 : 60 * 4096] = b"\xff" * (30 * 4096)
@@ -266,7 +266,7 @@ def test_a_file_of_another_program_or_version_is_left_unchanged(
     tmp_path: Path, driver: Any, statement: str, error: type[PensieveError], words: str
 ) -> None:
     with open_in(tmp_path, driver) as store:
-        sent(store)
+        create_waiting(store)
     edit(file_of(tmp_path), driver, statement)
     before = file_of(tmp_path).read_bytes()
     with open_in(tmp_path, driver) as store:
@@ -280,7 +280,7 @@ def test_a_file_of_another_program_or_version_is_left_unchanged(
 
 def test_foreign_files_in_the_folder_are_left_unchanged(tmp_path: Path, driver: Any) -> None:
     with open_in(tmp_path, driver) as store:
-        sent(store)
+        create_waiting(store)
     for name in ("notes.txt", "x.db", "x.db-wal", f"{'a' * 31}.db-wal"):
         (tmp_path / "jobs" / name).write_text("mine")
     gone = tmp_path / "jobs" / f"{'a' * 32}.db-wal"
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_created_raises_unavailable(tmp_path: Path) -> N
 
 def test_jobs_are_private_to_the_owner(tmp_path: Path, driver: Any) -> None:
     with open_in(tmp_path, driver) as store:
-        sent(store)
+        create_waiting(store)
         modes = {path.stat().st_mode & 0o777 for path in files(tmp_path)}
         assert (len(files(tmp_path)), modes) == (3, {0o600})
         assert (tmp_path / "jobs").stat().st_mode & 0o777 == 0o700

@@ -44,7 +44,7 @@ FILE = line("a") + line("b", "ho")
 BROKEN = FILE + b"no json\n"
 
 
-class Both:
+class TwoDaemons:
     """Two echo daemons with one history."""
 
     def __init__(self, rigs: list[DaemonRig]) -> None:
@@ -68,7 +68,7 @@ class Both:
         assert answer.status == 200, answer.value
         return str(answer.value["id"])
 
-    def ended(self, at: int, batch_id: str) -> Any:
+    def wait_until_ended(self, at: int, batch_id: str) -> Any:
         path = f"/v1/batches/{batch_id}"
         wait_for(lambda: self.ask(at, "GET", path).value["status"] == "completed")
         return self.ask(at, "GET", path).value
@@ -87,13 +87,13 @@ class Both:
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Iterator[Both]:
+def both(tmp_path: Path) -> Iterator[TwoDaemons]:
     shape: dict[str, Any] = {"batch_jobs": JobsConfig()}
     with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as rigs:
-        yield Both(rigs)
+        yield TwoDaemons(rigs)
 
 
-def test_any_daemon_serves_all_files_and_batches(both: Both) -> None:
+def test_any_daemon_serves_all_files_and_batches(both: TwoDaemons) -> None:
     file_id = both.upload(ONE, BROKEN)
     wait_for(lambda: both.ask(TWO, "GET", f"/v1/files/{file_id}").value["status_details"])
     described = both.ask(ONE, "GET", f"/v1/files/{file_id}")
@@ -105,8 +105,8 @@ def test_any_daemon_serves_all_files_and_batches(both: Both) -> None:
 
     batch_id = both.batch(TWO, file_id)  # the batch runs where its file is
     assert [job.key.job_id for job in jobs(both, TWO)] == []
-    done = both.ended(TWO, batch_id)
-    assert done == both.ended(ONE, batch_id)
+    done = both.wait_until_ended(TWO, batch_id)
+    assert done == both.wait_until_ended(ONE, batch_id)
     assert done["metadata"] == {"for": "ada"}
     for file in (done["output_file_id"], done["error_file_id"]):
         path = f"/v1/files/{file}/content"
@@ -122,7 +122,7 @@ def test_any_daemon_serves_all_files_and_batches(both: Both) -> None:
         assert both.ids(at, "/v1/batches") == []
 
 
-def jobs(both: Both, at: int) -> list[Any]:
+def jobs(both: TwoDaemons, at: int) -> list[Any]:
     async def look() -> Any:
         return both.rigs[at].job_store.list_jobs()
 
@@ -130,11 +130,11 @@ def jobs(both: Both, at: int) -> list[Any]:
     return found
 
 
-def test_a_list_has_the_jobs_of_all_daemons_in_one_order(both: Both) -> None:
+def test_a_list_has_the_jobs_of_all_daemons_in_one_order(both: TwoDaemons) -> None:
     files = [both.upload(at, BROKEN) for at in (ONE, TWO, TWO, ONE)]
     batches = [both.batch(at, file) for at, file in zip((TWO, TWO, ONE, ONE), files, strict=True)]
     for each in batches:
-        both.ended(ONE, each)
+        both.wait_until_ended(ONE, each)
     for at in (ONE, TWO):
         assert both.ids(at, "/v1/batches") == batches[::-1]
         assert both.ids(at, "/v1/files?purpose=batch&order=asc") == files
@@ -152,15 +152,18 @@ def test_a_list_has_the_jobs_of_all_daemons_in_one_order(both: Both) -> None:
         assert paged == batches[::-1]
         first = both.services[at].ListJobs(pb.ListJobsRequest(page_size=5), timeout=60)
         token = first.next_page_token
-        rest = both.services[at].ListJobs(
+        second = both.services[at].ListJobs(
             pb.ListJobsRequest(page_size=5, page_token=token), timeout=60
         )
-        assert [each.job_id for each in (*first.jobs, *rest.jobs)] == [*batches[::-1], *files[::-1]]
-        assert not rest.next_page_token
+        assert [each.job_id for each in (*first.jobs, *second.jobs)] == [
+            *batches[::-1],
+            *files[::-1],
+        ]
+        assert not second.next_page_token
 
 
 def test_lists_omit_a_daemon_that_does_not_answer(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+    both: TwoDaemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file_id = both.upload(ONE)
     other = both.upload(TWO)
@@ -171,18 +174,20 @@ def test_lists_omit_a_daemon_that_does_not_answer(
 
 
 def test_a_list_asks_each_daemon_once_for_the_sizes_of_its_files(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+    both: TwoDaemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [both.batch(ONE, both.upload(ONE, BROKEN)) for _ in range(3)]
     for each in ids:
-        both.ended(ONE, each)
+        both.wait_until_ended(ONE, each)
     asked: list[str] = []
 
-    async def seen(channel: Any, metadata: Any, path: str, query: str, seconds: float) -> bytes:
+    async def note_and_fetch(
+        channel: Any, metadata: Any, path: str, query: str, seconds: float
+    ) -> bytes:
         asked.append(path)
         return await fetch_path(channel, metadata, path, query, seconds)
 
-    monkeypatch.setattr(job_homes, "fetch_path", seen)
+    monkeypatch.setattr(job_homes, "fetch_path", note_and_fetch)
     for order in ("asc", "desc"):
         path = f"/v1/files?purpose=batch_output&order={order}"
         assert len(both.ids(TWO, path)) == 2 * len(ids)
@@ -193,10 +198,10 @@ def test_a_list_asks_each_daemon_once_for_the_sizes_of_its_files(
 
 
 def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+    both: TwoDaemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_id = both.batch(ONE, both.upload(ONE, BROKEN))
-    both.ended(ONE, batch_id)
+    both.wait_until_ended(ONE, batch_id)
     store, goes_on = both.rigs[ONE].job_store, threading.Event()
     result_bytes = store.result_bytes
 
@@ -224,11 +229,13 @@ def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
 
 
 @pytest.mark.parametrize("path", [job_homes.LIST_PATH, job_homes.SIZES_PATH])
-def test_internal_lists_between_daemons_are_not_served_to_clients(both: Both, path: str) -> None:
+def test_internal_lists_between_daemons_are_not_served_to_clients(
+    both: TwoDaemons, path: str
+) -> None:
     assert both.ask(ONE, "GET", path).status == 404
 
 
-def test_jobs_can_be_controlled_over_grpc_at_any_daemon(both: Both) -> None:
+def test_jobs_can_be_controlled_over_grpc_at_any_daemon(both: TwoDaemons) -> None:
     made = both.create(ONE, "nightly")
     service = both.services[TWO]
     with pytest.raises(grpc.RpcError) as failed:
@@ -252,7 +259,7 @@ def test_jobs_can_be_controlled_over_grpc_at_any_daemon(both: Both) -> None:
     assert both.services[ONE].GetJob(pb.GetJobRequest(job_id="nightly"), timeout=60).job.job_id
 
 
-def test_an_upload_that_breaks_off_leaves_its_id_free(both: Both) -> None:
+def test_an_upload_that_breaks_off_leaves_its_id_free(both: TwoDaemons) -> None:
     parts = (
         pb.CreateJobRequest(header=pb.JobHeader(job_id="nightly")),
         pb.CreateJobRequest(chunk=FILE),
@@ -266,7 +273,7 @@ def code(failed: pytest.ExceptionInfo[grpc.RpcError]) -> str:
     return str(failed.value.code().name)
 
 
-def one_more(folder: Path, name: str, **config: Any) -> DaemonRig:
+def daemon_rig(folder: Path, name: str, **config: Any) -> DaemonRig:
     data = folder / name
     listening = Listening("127.0.0.1:0", data / "admin.sock", http="127.0.0.1:0")
     url = f"sqlite://{folder / 'history.db'}"
@@ -276,9 +283,9 @@ def one_more(folder: Path, name: str, **config: Any) -> DaemonRig:
 def test_the_error_names_an_unreachable_daemon_and_its_jobs_return_with_the_daemon(
     tmp_path: Path,
 ) -> None:
-    with one_more(tmp_path, "two") as two:
-        with one_more(tmp_path, "one") as one:
-            both = Both([one, two])
+    with daemon_rig(tmp_path, "two") as two:
+        with daemon_rig(tmp_path, "one") as one:
+            both = TwoDaemons([one, two])
             file_id = both.upload(ONE)
             assert both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 200
         for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
@@ -291,8 +298,8 @@ def test_the_error_names_an_unreachable_daemon_and_its_jobs_return_with_the_daem
         with pytest.raises(grpc.RpcError) as failed:
             both.services[TWO].GetJob(pb.GetJobRequest(job_id=file_id), timeout=60)
         assert code(failed) == "UNAVAILABLE"
-        with one_more(tmp_path, "one") as one:
-            both = Both([one, two])
+        with daemon_rig(tmp_path, "one") as one:
+            both = TwoDaemons([one, two])
             assert both.ask(TWO, "GET", f"/v1/files/{file_id}/content").body == FILE
             assert both.ids(TWO, "/v1/files") == [file_id]
 
@@ -301,16 +308,16 @@ def test_jobs_of_a_lost_daemon_are_forgotten_after_the_usual_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_jobs, "FORGET_SECONDS", 0.05)
-    with one_more(tmp_path, "two", keep_seconds=0.5) as two:
-        with one_more(tmp_path, "one") as one:
-            file_id = Both([one, two]).upload(ONE)
-        both = Both([one, two])
+    with daemon_rig(tmp_path, "two", keep_seconds=0.5) as two:
+        with daemon_rig(tmp_path, "one") as one:
+            file_id = TwoDaemons([one, two]).upload(ONE)
+        both = TwoDaemons([one, two])
         assert both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 503
         wait_for(lambda: both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 404)
 
 
 def test_the_error_names_a_killed_daemon_after_its_lease_has_expired(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+    both: TwoDaemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the lease expires, the killed daemon may restart."""
     file_id = both.upload(ONE)
@@ -343,7 +350,7 @@ def test_jobs_created_before_the_history_was_shared_are_found(tmp_path: Path) ->
         service.CreateJob(iter(parts), timeout=60)
         assert alone.daemon.store.job_owners.find("", "nightly") is None
     with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as rigs:
-        both, request = Both(rigs), pb.GetJobRequest(job_id="nightly")
+        both, request = TwoDaemons(rigs), pb.GetJobRequest(job_id="nightly")
 
         def is_found() -> bool:
             owners = both.rigs[TWO].daemon.store.job_owners
@@ -371,7 +378,7 @@ def test_a_tenant_sees_only_its_own_jobs_at_any_daemon(tmp_path: Path, secret: s
         "peer_secret": secret,
     }
     with sharing(tmp_path, ("one", "two"), listening, batch_jobs=JobsConfig()) as rigs:
-        both = Both(rigs)
+        both = TwoDaemons(rigs)
         ann, bob, admin = ({"authorization": f"Bearer {name}"} for name, _, _ in names)
         file_id = both.upload(ONE, FILE, **ann)
         path = f"/v1/files/{file_id}"
@@ -391,9 +398,9 @@ def test_a_tenant_sees_only_its_own_jobs_at_any_daemon(tmp_path: Path, secret: s
             else:
                 listed = service.ListJobs(request, metadata=metadata, timeout=60).jobs
                 assert [job.job_id for job in listed] == found
-        one = pb.CancelJobRequest(job_id=file_id, tenant="ann")
-        cancelled = service.CancelJob(one, metadata=tuple(admin.items()), timeout=60)
+        cancel = pb.CancelJobRequest(job_id=file_id, tenant="ann")
+        cancelled = service.CancelJob(cancel, metadata=tuple(admin.items()), timeout=60)
         assert cancelled.job.job_id == file_id
         with pytest.raises(grpc.RpcError) as failed:
-            service.CancelJob(one, metadata=tuple(bob.items()), timeout=60)
+            service.CancelJob(cancel, metadata=tuple(bob.items()), timeout=60)
         assert code(failed) == "PERMISSION_DENIED"

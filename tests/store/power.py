@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
     what: bytes
     name: str
-    position: int  # write: where; truncation: the new length
+    position: int  # write: the offset; truncation: the new length
     content: bytes = b""
 
 
@@ -49,7 +49,7 @@ def note(content: bytes) -> None:
     os.close(log)
 
 
-def recorded(library: Path, folder: Path, program: Sequence[str]) -> list[Event]:
+def run_recorded(library: Path, folder: Path, program: Sequence[str]) -> list[Event]:
     """Run a program. Return its calls on the files of a folder, and its notes, in order."""
     log = folder.with_name(f"{folder.name}.log")
     environment = {

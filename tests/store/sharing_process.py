@@ -70,8 +70,8 @@ class Worker:
         found = self.store.owners.owner(conversation_id)
         return found and [found.replica, found.epoch, found.is_alive, found.is_ours]
 
-    def stale_and_came_from(self) -> list[Any]:
-        """Return what became stale since the last call, and which daemons conversations came from."""
+    def stale_and_kv_sources(self) -> list[Any]:
+        """Return the conversations that became stale since the last call, and the sources of KV."""
         stale, self.stale = self.stale, []
         return [stale, {name: at for (_, name), at in self.store.kv_sources.items()}]
 

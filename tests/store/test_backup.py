@@ -76,7 +76,7 @@ class Backing(NamedTuple):
             assert store.integrity_check() == store.verify() == []
             yield store
 
-    def refused(self, **options: Any) -> None:
+    def try_restore(self, **options: Any) -> None:
         restore(self.folder, self.folder.with_name("refused"), driver=self.driver, **options)
 
 
@@ -130,7 +130,7 @@ def test_a_restore_to_any_backed_up_moment_gives_the_history_of_that_moment(
     with backing.restored() as found:
         assert history(found) == history(store)
     with pytest.raises(NotFound, match="no moment that old"):
-        backing.refused(at=0.0)
+        backing.try_restore(at=0.0)
     backing.backup.close()
 
 
@@ -188,13 +188,13 @@ def test_a_turn_that_ran_during_the_backup_is_interrupted_after_a_restore(backin
 def test_deleted_text_leaves_the_backup_one_day_after_the_keep_period(backing: Backing) -> None:
     """This holds even if nothing else ever changes."""
 
-    def is_there() -> bool:
+    def backup_has_the_secret() -> bool:
         files = [file for file in backing.folder.rglob("*") if file.is_file()]
         return any(b"a secret" in file.read_bytes() for file in files)
 
     create(backing.store, "tea")
     say(backing.store, "tea", "r1", user("a secret", 1), reply("hello", 2))
-    with_it = backing.write()
+    moment_with_secret = backing.write()
     backing.store.delete_conversation("tea")
     assert not backing.store.erasure.pending
     assert not [
@@ -203,20 +203,20 @@ def test_deleted_text_leaves_the_backup_one_day_after_the_keep_period(backing: B
         if file.is_file() and b"a secret" in file.read_bytes()
     ]
     keep = 7 * 86_400.0
-    assert backing.write() > with_it
+    assert backing.write() > moment_with_secret
     for _ in range(8):
-        assert is_there()
-        with backing.restored(with_it) as found:
+        assert backup_has_the_secret()
+        with backing.restored(moment_with_secret) as found:
             found.get_conversation("tea")
         backing.clock.time += 86_400.0
         backing.backup.write(keep)
-    assert not is_there()
+    assert not backup_has_the_secret()
     assert not backing.store.list_conversations(9).conversations
     with backing.restored() as found:
         assert history(found) == history(backing.store)
 
 
-def fails_with_no_space(*arguments: Any, **named: Any) -> None:
+def raise_disk_full(*arguments: Any, **named: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -229,7 +229,7 @@ def test_the_next_backup_includes_the_changes_of_a_failed_backup(
     for number in range(2):
         say(backing.store, "tea", f"r{number}", user("text", 1), reply("a", 2))
         with monkeypatch.context() as patch:
-            patch.setattr(broken, fails_with_no_space)
+            patch.setattr(broken, raise_disk_full)
             with pytest.raises(StoreUnavailable, match="backup: No space left on device"):
                 backing.write()
     assert backing.write() > moment
@@ -269,21 +269,21 @@ def test_changes_too_large_for_a_segment_begin_a_new_generation(
 def test_a_backup_waits_for_an_earlier_backup_that_is_still_being_written(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon writes its last backup while the thread of an earlier one may still wait for the folder."""
+    """A daemon writes its last backup while the thread of an earlier backup may still wait for the folder."""
     create(backing.store, "tea")
     backing.write()
-    append, at_once, most = Backup._append, list[Any](), list[int]()
+    append, running, counts = Backup._append, list[Any](), list[int]()
     entered, go_on = threading.Event(), threading.Event()
 
     def slow(self: Backup, *arguments: Any) -> bool:
-        at_once.append(arguments)
-        most.append(len(at_once))
+        running.append(arguments)
+        counts.append(len(running))
         entered.set()
         assert go_on.wait(60)
         try:
             return append(self, *arguments)
         finally:
-            at_once.pop()
+            running.pop()
 
     monkeypatch.setattr(Backup, "_append", slow)
     with ThreadPoolExecutor(2) as pool:
@@ -297,7 +297,7 @@ def test_a_backup_waits_for_an_earlier_backup_that_is_still_being_written(
         go_on.set()
         for each in writes:
             each.result()
-    assert most == [1, 1]
+    assert counts == [1, 1]
     assert [len(each.times) for each in points(backing.folder)] == [3]
     with backing.restored() as found:
         assert history(found) == history(backing.store)
@@ -351,7 +351,7 @@ def test_a_restore_names_damage_and_restores_the_moment_before_only_with_last_go
 ) -> None:
     damage(backing.folder / "generation-000002" / name, how)
     with pytest.raises(BackupDamaged, match=rf"generation-000002/{name} .* --last-good"):
-        backing.refused()
+        backing.try_restore()
     assert (backing.folder.with_name("refused") / "conversations.db").stat().st_size == 0
     with backing.restored(to_last_good=True) as found:
         assert len(found.messages("tea")) == 2 * turns_before
@@ -368,7 +368,7 @@ def test_a_segment_that_does_not_continue_the_chain_is_refused(
     chain = backing.folder / "generation-000002"
     shutil.copyfile(chain / "00000002.segment", chain / "00000003.segment")
     with pytest.raises(BackupDamaged, match=r"00000003.segment does not continue"):
-        backing.refused()
+        backing.try_restore()
 
 
 def test_partial_files_of_a_killed_backup_process_are_ignored(
@@ -392,7 +392,7 @@ def test_a_damaged_history_is_not_restored(written: list[float], backing: Backin
         conn.execute("UPDATE bodies SET crc = crc + 1 WHERE body = (SELECT max(body) FROM bodies)")
     backing.write()
     with pytest.raises(BackupDamaged, match="a record fails its checksum"):
-        backing.refused()
+        backing.try_restore()
 
 
 def test_a_restore_corrects_wrong_byte_counters_of_tenants(
@@ -446,7 +446,7 @@ def test_processes_that_release_the_backup_folder_can_alternate(backing: Backing
             first.write()
         second.release()
         create(backing.store, "cup3")
-        second.write()  # at its old address
+        second.write()  # continues its own generation
         second.release()
         create(backing.store, "cup4")
         backing.write()
@@ -495,7 +495,7 @@ def test_the_refusal_of_a_backup_with_a_newer_schema_says_which_pensieve_reads_i
         conn.execute("PRAGMA user_version = 99")
     backing.write()
     with pytest.raises(StoreTooNew, match=r"schema version 99 .* the newer Pensieve that wrote it"):
-        backing.refused()
+        backing.try_restore()
 
 
 def test_a_restored_backup_with_an_older_schema_is_migrated(
@@ -526,11 +526,11 @@ def test_a_restore_that_ends_before_its_final_rename_leaves_the_old_history_comp
     (killed / "lock").unlink()
     assert (killed / "conversations.db-wal").stat().st_size
 
-    def end(*arguments: object) -> None:
+    def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", end)
+        patch.setattr(Path, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             restore(backing.folder, killed, driver=backing.driver, replace=True)
     with ConversationStore.open(killed, "test", driver=backing.driver) as again:

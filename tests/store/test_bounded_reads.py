@@ -22,7 +22,7 @@ TEXT_BYTES = 1000
 
 
 class Eager:
-    """A connection that, like psycopg, fetches all rows that a statement finds. It counts them."""
+    """A connection that, like psycopg, fetches all rows of a statement. `num_bytes` counts their blobs."""
 
     def __init__(self, conn: Any) -> None:
         self._conn = conn

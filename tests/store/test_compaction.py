@@ -90,7 +90,6 @@ def test_compaction_frees_the_overflow_pages_of_long_texts(open_store: Open) -> 
 
 
 def test_the_size_of_a_step_does_not_depend_on_the_history(open_store: Open) -> None:
-    """The size of a compaction step does not depend on the size of the history."""
     store = open_store(compact_bytes_min=100_000)
     create(store, "large")
     for number in range(1500):
@@ -131,8 +130,8 @@ def test_compaction_leaves_no_copy_of_moved_or_deleted_text(open_store: Open, se
         texts[name].append(mark)
         padding = "x" * rng.choice([3, 20, 200, 900, 3000, 9000])
         say(store, name, f"r{number}", user(mark + padding), reply(mark + padding))
-        few_remain = 0.9 * len(texts) if number % 100 == 99 else 0
-        for gone in rng.sample(sorted(texts), int(few_remain) or rng.random() < 0.2):
+        num_bulk_deletions = 0.9 * len(texts) if number % 100 == 99 else 0
+        for gone in rng.sample(sorted(texts), int(num_bulk_deletions) or rng.random() < 0.2):
             was_due = store.erasure.due
             store.delete_conversation(gone)
             del texts[gone]
@@ -193,23 +192,23 @@ def wasteful(tmp_path: Path, driver: Any) -> Path:
     return path
 
 
-def compacting(path: Path, driver: Any) -> ConversationStore:
+def open_with_compaction(path: Path, driver: Any) -> ConversationStore:
     return ConversationStore.open(path, "test", driver=driver, compact_bytes_min=1)
 
 
 def test_the_next_process_continues_the_compaction(wasteful: Path, driver: Any) -> None:
     """The first process may end at any point of the pass."""
-    with compacting(wasteful, driver) as store:
+    with open_with_compaction(wasteful, driver) as store:
         wanted = history(store)
         full = size(store)
         assert store.erasure.due
     for num_steps in range(6):
         copy = wasteful.with_name(f"copy{num_steps}")
         shutil.copytree(wasteful, copy)
-        with compacting(copy, driver) as store:
+        with open_with_compaction(copy, driver) as store:
             for _ in range(num_steps):
                 store.erasure.step()
-        with compacting(copy, driver) as store:
+        with open_with_compaction(copy, driver) as store:
             finish(store)
             assert history(store) == wanted
             assert store.verify() == []
@@ -223,15 +222,15 @@ def test_the_next_process_continues_the_compaction(wasteful: Path, driver: Any) 
 def test_a_failed_compaction_step_is_retried(
     wasteful: Path, driver: Any, code: int, after: bool
 ) -> None:
-    with compacting(wasteful, driver) as store:
+    with open_with_compaction(wasteful, driver) as store:
         wanted = history(store)
     countdown = 0
     while True:
-        countdown += 3  # in all, there are several hundred statements
+        countdown += 3  # not 1, because a pass has several hundred statements
         faults = FaultyDriver(driver, code, after, False)
         copy = wasteful.with_name(f"copy{countdown}")
         shutil.copytree(wasteful, copy)
-        with compacting(copy, faults) as store:
+        with open_with_compaction(copy, faults) as store:
             faults.arm(countdown)
             while store.erasure.due:
                 try:

@@ -21,7 +21,10 @@ SYSTEM = NewMessage("system", "Be brief.", (1, 2))
 
 
 def two_turns(store: ConversationStore) -> None:
-    """Log 1 2 | 10 11 | 20 21 22 | 30 | 40 41, revisions 0, 1, 1, 2, 2."""
+    """Create "tea" with two turns.
+
+    Its five messages have the tokens 1 2 | 10 11 | 20 21 22 | 30 | 40 41, and the revisions 0, 1, 1, 2, 2.
+    """
     create(store, "tea", SYSTEM)
     say(store, "tea", "r1", user("hi", 10, 11), reply("hello", 20, 21, 22))
     say(store, "tea", "r2", user("more", 30), reply("yes", 40, 41))

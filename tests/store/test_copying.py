@@ -29,8 +29,8 @@ def url(postgres: PostgresServer) -> Iterator[str]:
     postgres.drop(made)
 
 
-def rich(store: ConversationStore) -> None:
-    """Make a history with rows in each table, a NUL character, a running turn, and unused numbers."""
+def write_rich_history(store: ConversationStore) -> None:
+    """Make a history with rows in each table, a NUL character, a running turn, and unused row numbers."""
     write_history(store)
     turn_id = begin(store, "cup", "r7", "a\0b", 3)
     state = ChainState(b"digest", b"session")
@@ -71,11 +71,11 @@ def test_a_history_is_unchanged_after_a_copy_to_postgresql_and_back(
     monkeypatch.setattr(copying, "ROWS_AT_ONCE", 3)
     here, there, again = (tmp_path / "here", ""), (tmp_path, url), (tmp_path / "again", "")
     with ConversationStore.open(here[0], "test") as store:
-        rich(store)
-        store.interrupt_turn(begin_of(store))
-        seen, held = history(store), rows(store)
-        numbers = begin(store, "pot", "next", "x", 1)
-        store.interrupt_turn(numbers)
+        write_rich_history(store)
+        store.interrupt_turn(running_turn_of(store))
+        seen = history(store)
+        last_turn_id = begin(store, "pot", "next", "x", 1)
+        store.interrupt_turn(last_turn_id)
         held = rows(store)
     assert copy(here, there).conversations == 4
     assert copy(there, again).messages > 8
@@ -85,11 +85,11 @@ def test_a_history_is_unchanged_after_a_copy_to_postgresql_and_back(
         ) as store:
             assert rows(store) == held
             assert history(store) == seen
-            assert begin(store, "tea", "later", "x", 1) > numbers
+            assert begin(store, "tea", "later", "x", 1) > last_turn_id
             assert store.verify() == store.integrity_check() == []
 
 
-def begin_of(store: ConversationStore) -> int:
+def running_turn_of(store: ConversationStore) -> int:
     running = store.get_conversation("tea").running_turn_id
     assert running is not None
     return running
@@ -185,7 +185,7 @@ def test_the_copy_command_reports_how_much_it_copied(
 
 
 needs_sqlite = pytest.mark.skipif(
-    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs a newer SQLite"
 )
 
 
@@ -202,8 +202,8 @@ def test_the_copy_command_copies_to_a_shared_file_and_back(
     assert f"there is no file {file}" in capsys.readouterr().err
     assert not file.exists()
     with ConversationStore.open(tmp_path / "data", "test") as store:
-        rich(store)
-        store.interrupt_turn(begin_of(store))
+        write_rich_history(store)
+        store.interrupt_turn(running_turn_of(store))
         seen, held = history(store), rows(store)
     assert main(["copy", *data]) == 0
     assert f"copied 4 conversations with 12 messages to {file}" in capsys.readouterr().out

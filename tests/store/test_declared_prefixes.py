@@ -69,8 +69,11 @@ def test_prefixes_are_counted_and_listed_separately_from_conversations(
     ]
     page = store.list_conversations(1)
     assert [each.conversation_id for each in page.conversations] == ["cup"]
-    rest = store.list_conversations(1, page.next_page_token)
-    assert ([each.conversation_id for each in rest.conversations], rest.next_page_token) == (
+    next_page = store.list_conversations(1, page.next_page_token)
+    assert (
+        [each.conversation_id for each in next_page.conversations],
+        next_page.next_page_token,
+    ) == (
         ["tea"],
         "",
     )

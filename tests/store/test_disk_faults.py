@@ -15,10 +15,10 @@ from pensieve.store import (
 )
 from tests.store.faulty import (
     FaultyDriver,
-    begun,
+    begin_third_turn,
     database_of,
     history,
-    opened,
+    open_copy,
     write_history,
     writer_of,
 )
@@ -44,7 +44,7 @@ def test_each_sqlite_error_is_reported_in_one_line(
     folder: Path, driver: Any, code: int, error: type[PensieveError], words: str
 ) -> None:
     faults = FaultyDriver(driver, code, False, False)
-    with opened(folder, "copy", faults) as store:
+    with open_copy(folder, "copy", faults) as store:
         faults.arm(2)
         with pytest.raises(error) as raised:
             create(store, "new")
@@ -55,7 +55,7 @@ def test_each_sqlite_error_is_reported_in_one_line(
 @pytest.mark.parametrize("code", [8, 10, 14])
 def test_after_an_io_error_a_new_connection_is_used(folder: Path, driver: Any, code: int) -> None:
     faults = FaultyDriver(driver, code, False, False)
-    with opened(folder, "copy", faults) as store:
+    with open_copy(folder, "copy", faults) as store:
         used = database_of(store)
         faults.arm(3)
         with pytest.raises(StoreUnavailable):
@@ -68,7 +68,7 @@ def test_after_an_io_error_a_new_connection_is_used(folder: Path, driver: Any, c
 
 def test_an_sql_error_of_the_program_is_raised_unchanged(folder: Path, driver: Any) -> None:
     faults = FaultyDriver(driver, 1, False, False)
-    with opened(folder, "copy", faults) as store:
+    with open_copy(folder, "copy", faults) as store:
         faults.arm(2)
         with pytest.raises(driver.OperationalError, match="planted"):
             create(store, "new")
@@ -81,7 +81,7 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_history(store: ConversationS
     with writer_of(store).reading() as conn:
         (num_pages,) = conn.execute("PRAGMA page_count").fetchone()
         conn.execute(f"PRAGMA max_page_count = {num_pages + 4}").fetchall()
-    turn_id = begun(store)
+    turn_id = begin_third_turn(store)
     with pytest.raises(StoreUnavailable, match="the disk is full"):
         store.finish_turn(turn_id, reply("long" * 9000, *range(9000)), "stop", {})
     assert history(store) == before

@@ -15,7 +15,7 @@ from pensieve.store import (
     NewConversation,
     StoredTurnState,
 )
-from tests.store.faulty import HEAD, FaultyDriver, begun, history, opened
+from tests.store.faulty import HEAD, FaultyDriver, begin_third_turn, history, open_copy
 from tests.store.talk import DRIVERS, begin, reply, say, user
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
@@ -27,7 +27,7 @@ def delete_last(store: ConversationStore) -> None:
 
 
 class Operation:
-    """One public operation on the world. `prepare` runs before the fault is armed."""
+    """One public operation on the history of `write_history`. `prepare` runs before the fault is armed."""
 
     def __init__(
         self,
@@ -55,13 +55,16 @@ OPERATIONS = {
     "rewind": Operation(lambda store, _: store.rewind_conversation("cup", 0)),
     "replace_log": Operation(lambda store, _: store.replace_log("cup", "f2", [[9]] * 3)),
     "delete": Operation(lambda store, _: store.delete_conversation("tea")),
-    "begin": Operation(lambda store, _: begun(store)),
+    "begin": Operation(lambda store, _: begin_third_turn(store)),
     "begin_again": Operation(lambda store, _: begin(store, "pot", "r2", "hi", 50)),
     "finish": Operation(
-        lambda store, turn_id: store.finish_turn(turn_id, reply("ok", 70), "stop", {}), begun
+        lambda store, turn_id: store.finish_turn(turn_id, reply("ok", 70), "stop", {}),
+        begin_third_turn,
     ),
-    "fail": Operation(lambda store, turn_id: store.fail_turn(turn_id, "NAN_LOGITS"), begun),
-    "interrupt": Operation(lambda store, turn_id: store.interrupt_turn(turn_id), begun),
+    "fail": Operation(
+        lambda store, turn_id: store.fail_turn(turn_id, "NAN_LOGITS"), begin_third_turn
+    ),
+    "interrupt": Operation(lambda store, turn_id: store.interrupt_turn(turn_id), begin_third_turn),
     "read": Operation(
         lambda store, _: (store.turn_messages(1), store.find_turn("tea", "r1"), history(store))
     ),
@@ -73,7 +76,7 @@ FAULTS = {
     "error-after": (IO_ERROR, True, False),
     "full-until-healed": (FULL, False, True),
 }
-ENDS = (
+REPRESENTATIVE = (
     "create",
     "delete_last",
     "fork",
@@ -81,10 +84,14 @@ ENDS = (
     "begin",
     "finish",
     "fail",
-)  # enough for the other faults, because other operations behave like these
+)  # the other faults are tested only with these, because the other operations behave alike
 CASES = [
     *((name, DRIVERS[0], "error") for name in OPERATIONS),
-    *((name, DRIVERS[0], fault) for name in ENDS for fault in ("error-after", "full-until-healed")),
+    *(
+        (name, DRIVERS[0], fault)
+        for name in REPRESENTATIVE
+        for fault in ("error-after", "full-until-healed")
+    ),
     *((name, driver, "error") for name in ("begin", "finish", "delete") for driver in DRIVERS[1:]),
 ]
 
@@ -99,7 +106,7 @@ def test_an_operation_with_a_failed_statement_happens_completely_or_not_at_all(
     folder: Path, driver: Any, name: str, code: int, after: bool, lasting: bool
 ) -> None:
     operation = OPERATIONS[name]
-    with opened(folder, "wanted", driver) as store:
+    with open_copy(folder, "wanted", driver) as store:
         subject = operation.prepare(store)
         before = history(store)
         operation.run(store, subject)
@@ -108,7 +115,7 @@ def test_an_operation_with_a_failed_statement_happens_completely_or_not_at_all(
     while True:
         fault_points += 1
         faults = FaultyDriver(driver, code, after, lasting)
-        with opened(folder, f"copy{fault_points}", faults) as store:
+        with open_copy(folder, f"copy{fault_points}", faults) as store:
             subject = operation.prepare(store)
             faults.arm(fault_points)
             raised = False
@@ -134,7 +141,7 @@ def test_a_store_can_be_opened_after_any_statement_of_an_open_has_failed(
 ) -> None:
     with ConversationStore.open(folder, "test", driver=driver) as store:
         wanted = history(store)
-        begun(store)
+        begin_third_turn(store)
     fault_points = 0
     while True:
         fault_points += 1

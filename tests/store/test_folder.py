@@ -140,13 +140,13 @@ def test_a_daemon_with_its_history_elsewhere_does_not_change_the_folders_marks(
     folder.mark_damaged(True)
     folder.close(clean=not is_unclean)
     for _ in range(2):
-        elsewhere = DataFolder.open(tmp_path, "pensieve serve", has_database=False)
+        daemon_folder = DataFolder.open(tmp_path, "pensieve serve", has_database=False)
         with pytest.raises(StoreLocked, match=f"in use by pensieve serve, pid {os.getpid()}$"):
             DataFolder.open(tmp_path, "pensieve chat")
         if is_killed:
-            os.close(elsewhere._lock or 0)  # like a killed process
+            os.close(daemon_folder._lock or 0)  # like a killed process
         else:
-            elsewhere.close(clean=True)
+            daemon_folder.close(clean=True)
     folder = DataFolder.open(tmp_path, "pensieve serve")
     assert (folder.stopped_unclean, folder.is_damaged) == (is_unclean, True)
     folder.close(clean=True)
@@ -215,7 +215,7 @@ from pathlib import Path
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore
 path = Path(sys.argv[1])
-ConversationStore.open(path, "warm").close()  # loads whatever is loaded late
+ConversationStore.open(path, "warm").close()  # import late modules before the process loses its rights
 path.chmod(0o555)
 for file in path.iterdir():
     file.chmod(0o444)
@@ -244,7 +244,7 @@ def test_the_error_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None
 def test_a_full_disk_leaves_the_old_clean_close_marker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty marker means a clean close, so a failed write on a full disk must not leave one."""
+    """An empty marker means a clean close, so a failed write must not leave the marker empty."""
     DataFolder.open(tmp_path / "data", "first").close(clean=False)
 
     def full(*arguments: object) -> int:

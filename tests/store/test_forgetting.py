@@ -30,7 +30,7 @@ def forget(store: ConversationStore, before: float) -> int:
     return steps
 
 
-def request_ids(store: ConversationStore, driver: Any) -> int:
+def num_request_ids(store: ConversationStore, driver: Any) -> int:
     """Return the number of turns that can be found by their request id."""
     with writer_of(store).reading() as conn:
         found = conn.execute("SELECT count(*) FROM turns WHERE length(request_key) = 16")
@@ -142,13 +142,13 @@ def test_a_running_or_recently_ended_turn_keeps_its_request(
     now = store.get_conversation("cup").updated_at
     say(store, "cup", "r2", user("hi", 1), reply("hello", 2))
     forget(store, now + 0.5)
-    assert request_ids(store, driver) == 2
+    assert num_request_ids(store, driver) == 2
     assert store.find_turn("tea", "r1") is not None
     store.finish_turn(running, reply("late", 3), "stop", {})
     forget(store, now + 0.5)
-    assert request_ids(store, driver) == 2  # the turn ended after the limit
+    assert num_request_ids(store, driver) == 2  # the turn ended after the limit
     forget(store, 1e9)  # a later pass finds it
-    assert request_ids(store, driver) == 0
+    assert num_request_ids(store, driver) == 0
     assert len(store.messages("tea")) == 2
     assert store.get_turn(running).state is StoredTurnState.COMPLETED
 
@@ -163,14 +163,14 @@ def test_a_forgetting_pass_takes_small_steps_and_the_next_pass_continues_after_i
     for number in range(50):
         say(store, "tea", f"r{number}", user("hi", number), reply("hello", number))
     assert forget(store, 1e9) >= 50 // 4
-    assert request_ids(store, driver) == 0
+    assert num_request_ids(store, driver) == 0
     assert forget(store, 1e9) == 1
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     assert forget(store, 1e9) == 1
     store.close()
     store = open_store()  # a new process looks at all turns once
     assert forget(store, 1e9) >= 50 // 10
-    assert request_ids(store, driver) == 0
+    assert num_request_ids(store, driver) == 0
 
 
 @pytest.mark.sqlite  # reads SQLite's files

@@ -13,8 +13,8 @@ def idle(store: ConversationStore, before: float) -> list[tuple[str, str]]:
     """Return (tenant, id) of all idle conversations, from repeated reads."""
     found, after, reader = list[tuple[str, str]](), 0, store.reader()
     while True:
-        some, last = reader.idle_conversations(before, after)
-        found += [(each.tenant, each.conversation_id) for each in some]
+        page, last = reader.idle_conversations(before, after)
+        found += [(each.tenant, each.conversation_id) for each in page]
         if last is None:
             reader.close()
             return found

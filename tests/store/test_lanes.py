@@ -36,9 +36,9 @@ LANES = 8
 
 @pytest.fixture
 def url(postgres: PostgresServer) -> Iterator[str]:
-    made = postgres.new_database()
-    yield made
-    postgres.drop(made)
+    created = postgres.new_database()
+    yield created
+    postgres.drop(created)
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def store(tmp_path: Path, url: str) -> Iterator[ConversationStore]:
 
 
 @pytest.fixture
-def elsewhere(url: str) -> Iterator[Callable[[str], object]]:
-    """Execute a statement on a separate connection."""
+def execute_separately(url: str) -> Iterator[Callable[[str], object]]:
+    """Return a function that executes a statement on a separate connection."""
     import psycopg
 
     with psycopg.connect(url, autocommit=True, options="-c search_path=pensieve") as conn:
@@ -62,11 +62,11 @@ def lanes_of(store: ConversationStore) -> PostgresLanes:
     return lanes
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
+def call_concurrently(*calls: Callable[[], Any]) -> list[Any]:
     """Make the calls in separate threads. Return the results or errors."""
     ready = threading.Barrier(len(calls))
 
-    def made(call: Callable[[], Any]) -> Any:
+    def run_after_barrier(call: Callable[[], Any]) -> Any:
         ready.wait()
         try:
             return call()
@@ -74,10 +74,10 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
             return error
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(made, calls))
+        return list(pool.map(run_after_barrier, calls))
 
 
-def first(
+def call_before_first(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, before: Callable[[], object]
 ) -> None:
     """Call `before` before the first call of a patched function."""
@@ -102,7 +102,7 @@ def test_concurrent_turns_of_many_threads_are_neither_lost_nor_miscounted(
             say(store, name, f"r{number}", user("hi", number), reply("hello", number))
 
     names = [f"c{number}" for number in range(LANES)]
-    assert at_once(*(lambda name=name: talk(name) for name in names)) == [None] * LANES
+    assert call_concurrently(*(lambda name=name: talk(name) for name in names)) == [None] * LANES
     for name in names:
         twice = (number for each in range(num_turns) for number in (each, each))
         assert list(store.log(name)) == [1, *twice]
@@ -114,14 +114,14 @@ def test_concurrent_turns_of_many_threads_are_neither_lost_nor_miscounted(
 def test_one_of_many_concurrent_creations_of_a_conversation_succeeds(
     store: ConversationStore,
 ) -> None:
-    found = at_once(*[lambda: create(store, "tea", user("head", 1))] * LANES)
+    found = call_concurrently(*[lambda: create(store, "tea", user("head", 1))] * LANES)
     refused = [each for each in found if isinstance(each, AlreadyExists)]
     assert len(refused) == LANES - 1
     assert store.verify() == []
 
 
 def test_a_call_that_loses_a_race_is_retried(
-    store: ConversationStore, elsewhere: Callable[[str], object]
+    store: ConversationStore, execute_separately: Callable[[str], object]
 ) -> None:
     create(store, "tea")
     seen: list[Pending] = []
@@ -129,7 +129,7 @@ def test_a_call_that_loses_a_race_is_retried(
     def change(pending: Pending) -> Pending:
         seen.append(pending)
         if len(seen) == 1:
-            elsewhere("UPDATE bodies SET crc = crc")
+            execute_separately("UPDATE bodies SET crc = crc")
         return Pending((user("later"),))
 
     changed = store.changes.change_pending("tea", change)
@@ -139,14 +139,14 @@ def test_a_call_that_loses_a_race_is_retried(
 
 
 def test_a_call_that_loses_every_race_fails_after_a_few_retries(
-    store: ConversationStore, elsewhere: Callable[[str], object]
+    store: ConversationStore, execute_separately: Callable[[str], object]
 ) -> None:
     create(store, "tea")
     calls: list[Pending] = []
 
     def change(pending: Pending) -> Pending:
         calls.append(pending)
-        elsewhere("UPDATE bodies SET crc = crc")
+        execute_separately("UPDATE bodies SET crc = crc")
         return Pending((user("later"),))
 
     with pytest.raises(StoreUnavailable, match="another transaction changed the same rows"):
@@ -157,7 +157,7 @@ def test_a_call_that_loses_every_race_fails_after_a_few_retries(
 
 def test_a_turn_whose_end_loses_a_race_stays_live_until_the_retry_ends_it(
     store: ConversationStore,
-    elsewhere: Callable[[str], object],
+    execute_separately: Callable[[str], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     create(store, "tea")
@@ -165,30 +165,30 @@ def test_a_turn_whose_end_loses_a_race_stays_live_until_the_retry_ends_it(
     turn_id = begin(store, "tea", "r1", "hi", 1)
 
     def race() -> None:
-        elsewhere("UPDATE turns SET usage = usage")
+        execute_separately("UPDATE turns SET usage = usage")
         vars(store)[
             "_transactions"
         ]._note_failure()  # so that the next transaction looks for dead turns
 
-    first(monkeypatch, turn_rows, "finish_turn", race)
+    call_before_first(monkeypatch, turn_rows, "finish_turn", race)
     assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
     assert list(store.log("tea")) == [1, 2]
 
 
 def test_a_turn_whose_end_loses_every_race_is_interrupted_by_the_next_transaction(
     store: ConversationStore,
-    elsewhere: Callable[[str], object],
+    execute_separately: Callable[[str], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
     original = turn_rows.finish_turn
 
-    def always(*arguments: Any) -> None:
-        elsewhere("UPDATE turns SET usage = usage")
+    def finish_after_race(*arguments: Any) -> None:
+        execute_separately("UPDATE turns SET usage = usage")
         original(*arguments)
 
-    monkeypatch.setattr(turn_rows, "finish_turn", always)
+    monkeypatch.setattr(turn_rows, "finish_turn", finish_after_race)
     with pytest.raises(Conflict):
         store.finish_turn(turn_id, reply("hello", 2), "stop", {})
     assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
@@ -202,7 +202,7 @@ def test_no_thread_interrupts_a_turn_that_another_thread_begins(store: Conversat
     transactions = vars(store)["_transactions"]
     done = threading.Event()
 
-    def look() -> None:
+    def look_for_dead_turns() -> None:
         number = 0
         while not done.is_set():
             transactions._note_failure()
@@ -216,20 +216,20 @@ def test_no_thread_interrupts_a_turn_that_another_thread_begins(store: Conversat
     def all_talk() -> None:
         try:
             names = [f"c{number}" for number in range(LANES - 1)]
-            assert at_once(*(lambda n=n: talk(n) for n in names)) == [None] * len(names)
+            assert call_concurrently(*(lambda n=n: talk(n) for n in names)) == [None] * len(names)
         finally:
             done.set()
 
     for name in ("seen", *(f"c{number}" for number in range(LANES - 1))):
         create(store, name)
-    assert at_once(look, all_talk) == [None, None]
+    assert call_concurrently(look_for_dead_turns, all_talk) == [None, None]
     assert store.verify() == []
 
 
 def test_concurrent_deletions_of_a_conversation_and_its_fork_wipe_the_shared_text(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither deletion sees the other. Each leaves the shared message to the other, so one must repeat."""
+    """Neither deletion sees the other. Each leaves the shared text to the other, so one must be retried."""
     create(store, "tea", user("a secret", 1))
     store.fork_conversation("tea", 0, "cup")
     both, original = threading.Barrier(2), vars(conversation_rows)["wipe_bodies"]
@@ -242,7 +242,7 @@ def test_concurrent_deletions_of_a_conversation_and_its_fork_wipe_the_shared_tex
         original(*arguments)
 
     monkeypatch.setattr(conversation_rows, "wipe_bodies", together)
-    deleted = at_once(*(lambda n=n: store.delete_conversation(n) for n in ("tea", "cup")))
+    deleted = call_concurrently(*(lambda n=n: store.delete_conversation(n) for n in ("tea", "cup")))
     assert deleted == [None, None]
     with lanes_of(store).reading() as conn:
         assert conn.execute("SELECT count(*) FROM messages").fetchone()[0] == 0
@@ -259,7 +259,7 @@ def test_a_concurrent_fork_and_deletion_leave_a_consistent_history(
         name, copy = f"tea{number}", f"cup{number}"
         create(store, name, user("head", 1))
         say(store, name, "r1", user("hi", 2), reply("hello", 3))
-        forked, deleted = at_once(
+        forked, deleted = call_concurrently(
             partial(store.fork_conversation, name, 1, copy),
             partial(store.delete_conversation, name),
         )
@@ -279,9 +279,11 @@ def test_a_lost_connection_affects_only_its_own_thread(
     def lose() -> None:
         with lanes_of(store).writing() as conn:
             (pid,) = conn.execute("SELECT pg_backend_pid()").fetchone()
-            (begun,) = at_once(lambda: begin(store, "tea", "r1", "hi", 1))
+            (begun,) = call_concurrently(lambda: begin(store, "tea", "r1", "hi", 1))
             postgres.execute(f"SELECT pg_terminate_backend({pid})")
-            assert at_once(lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {})) == [1]
+            assert call_concurrently(
+                lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {})
+            ) == [1]
             assert begun > turn_id
             conn.execute("SELECT 1").fetchall()
 
@@ -299,29 +301,29 @@ SLOW_COMMIT = (
 
 
 def test_a_commit_after_its_connection_was_lost_leaves_no_running_turn(
-    store: ConversationStore, elsewhere: Callable[[str], Any]
+    store: ConversationStore, execute_separately: Callable[[str], Any]
 ) -> None:
     """The next write uses another connection, while the server still runs the COMMIT."""
     create(store, "tea")
     create(store, "cup")
     for statement in SLOW_COMMIT:
-        elsewhere(statement)
+        execute_separately(statement)
     committing = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
 
     def lose() -> None:
-        while not elsewhere(committing).fetchall():
+        while not execute_separately(committing).fetchall():
             pass
         connection = lanes_of(store).writers[1]._wire.conn  # type: ignore[union-attr]
         with socket.socket(fileno=os.dup(connection.fileno())) as cut:
             cut.shutdown(socket.SHUT_RDWR)
 
     with lanes_of(store).reading():  # holds the first connection, so `begin` uses the second
-        begun, _ = at_once(partial(begin, store, "tea", "r1", "hi", 1), lose)
+        begun, _ = call_concurrently(partial(begin, store, "tea", "r1", "hi", 1), lose)
         assert isinstance(begun, StoreUnavailable)
     store.changes.set_metadata("cup", {"a": 1})
-    while elsewhere(committing).fetchall():
+    while execute_separately(committing).fetchall():
         pass
-    elsewhere("DROP TRIGGER slow ON turns")
+    execute_separately("DROP TRIGGER slow ON turns")
     say(store, "tea", "r2", user("hi", 1), reply("hello", 2))
 
 
@@ -335,17 +337,17 @@ def test_pending_messages_cannot_change_while_the_turn_that_took_them_begins_aga
     store.interrupt_turn(store.begin_turn("tea", turn).turn.turn_id)
 
     def begin_again() -> None:
-        (begun,) = at_once(lambda: store.begin_turn("tea", turn))
+        (begun,) = call_concurrently(lambda: store.begin_turn("tea", turn))
         assert begun.must_run
 
-    first(monkeypatch, conversation_changes, "refuse_running", begin_again)
+    call_before_first(monkeypatch, conversation_changes, "refuse_running", begin_again)
     with pytest.raises(TurnRunning):
         store.changes.change_pending("tea", lambda _: Pending())
     assert store.verify() == []
 
 
 def test_losing_the_race_to_create_a_conversation_does_not_report_its_kv_as_stale(
-    store: ConversationStore, elsewhere: Callable[[str], Any]
+    store: ConversationStore, execute_separately: Callable[[str], Any]
 ) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
@@ -357,7 +359,7 @@ def test_losing_the_race_to_create_a_conversation_does_not_report_its_kv_as_stal
             stale.append(conversation_id)
             if not jobs:
                 jobs.append(pool.submit(create, store, "cup"))
-                while not elsewhere(
+                while not execute_separately(
                     "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
                 ).fetchall():
                     assert not jobs[0].done()
@@ -370,18 +372,18 @@ def test_losing_the_race_to_create_a_conversation_does_not_report_its_kv_as_stal
 
 
 def test_several_daemons_can_open_a_new_database_at_once(tmp_path: Path, url: str) -> None:
-    def opened(number: int) -> ConversationStore:
+    def open_daemon(number: int) -> ConversationStore:
         options = {"url": url, "replica": f"r{number}", "num_lanes": 2}
         return ConversationStore.open(tmp_path / f"data{number}", "test", **options)
 
-    found = at_once(*[partial(opened, number) for number in range(4)])
+    found = call_concurrently(*[partial(open_daemon, number) for number in range(4)])
     for number, each in enumerate(found):
         assert isinstance(each, ConversationStore), each
         create(each, f"tea{number}")
     last = found[0].owners.session
     for each in found:
         each.close()
-    with opened(0) as again:
+    with open_daemon(0) as again:
         assert again.owners.session > last
 
 
@@ -399,7 +401,7 @@ def test_each_connection_counts_the_bytes_of_a_tenant_in_its_own_row(
 ) -> None:
     create(store, "tea")
     with lanes_of(store).writing():  # holds this thread's connection, so `cup` uses another
-        at_once(lambda: create(store, "cup"))
+        call_concurrently(lambda: create(store, "cup"))
     with lanes_of(store).reading() as conn:
         rows = conn.execute("SELECT slot, stored_bytes FROM tenant_bytes").fetchall()
     assert sum(num_bytes > 0 for _, num_bytes in rows) == 2

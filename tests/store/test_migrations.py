@@ -30,7 +30,7 @@ Open = Callable[..., ConversationStore]
 NEWEST = len(STEPS)
 COLOUR = "ALTER TABLE conversations ADD COLUMN colour TEXT"
 NEWER: Steps = {**STEPS, "m999_colour": [COLOUR]}  # the steps of a newer version
-FIRST_STEPS = [  # databases have these names
+FIRST_STEPS = [  # existing databases record these names, so they must not change
     "m001_initial",
     "m002_holders_by_body",
     "m003_bytes_of_tenants",

@@ -30,7 +30,7 @@ from tests.store.faulty import writer_of
 from tests.store.talk import reply, user
 
 pytestmark = pytest.mark.skipif(
-    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs a newer SQLite"
 )
 NAMES = ("tea", "cup", "pot", "can")
 NUM_STEPS = 400
@@ -48,11 +48,11 @@ class Running:
     token: int
     daemon: int  # session number of its daemon
     is_over: bool = False
-    revision: int = 0  # that the turn created; 0: none yet
+    revision: int = 0  # the revision that the turn created; 0: none yet
 
 
 @dataclass
-class Talk:
+class ModelConversation:
     """The model's state of a conversation."""
 
     made: int
@@ -77,7 +77,7 @@ class World:
         self.chance = random.Random(seed)
         self.folder = folder
         self.daemons: dict[str, Daemon] = {}
-        self.talks: dict[str, Talk] = {}
+        self.talks: dict[str, ModelConversation] = {}
         self.begun: list[Running] = []
         self.epochs: dict[int, tuple[int, int]] = {}
         self.finished: set[str] = set()
@@ -91,20 +91,20 @@ class World:
     def by_number(self, number: int) -> Daemon | None:
         return next((each for each in self.daemons.values() if each.number == number), None)
 
-    def may_have(self, daemon: Daemon, talk: Talk) -> bool:
+    def may_own(self, daemon: Daemon, talk: ModelConversation) -> bool:
         owner = self.by_number(talk.owner)
         if owner is None or owner is daemon or owner.is_expired:
             return True
         return owner.is_draining and talk.running is None
 
-    def take(self, daemon: Daemon, talk: Talk) -> None:
+    def take(self, daemon: Daemon, talk: ModelConversation) -> None:
         if talk.owner != daemon.number:
             talk.owner = daemon.number
             if talk.running is not None:
                 talk.running.is_over = True
                 talk.running = None
 
-    def expected(self, daemon: Daemon, name: str) -> type[PensieveError] | None:
+    def claim_or_error(self, daemon: Daemon, name: str) -> type[PensieveError] | None:
         """Return the error that a call that changes the log must raise, or None.
 
         If there is no error, the daemon then owns the conversation.
@@ -112,7 +112,7 @@ class World:
         talk = self.talks.get(name)
         if talk is None:
             return NotFound
-        if not self.may_have(daemon, talk):
+        if not self.may_own(daemon, talk):
             return OwnedElsewhere
         if talk.owner == daemon.number and talk.running is not None:
             return TurnRunning
@@ -146,17 +146,17 @@ class World:
         name = self.chance.choice(sorted(self.daemons))
         daemon = self.daemons[name]
         kind = self.chance.choices(
-            ("begin", "end", "create", "delete", "rewind", "fork", "look", "life"),
+            ("begin", "end", "create", "delete", "rewind", "fork", "look", "change_daemon"),
             (30, 30, 8, 4, 6, 5, 10, 7),
         )[0]
         talk = self.chance.choice(NAMES)
-        if kind == "life":
-            self.life(name, daemon)
+        if kind == "change_daemon":
+            self.change_daemon(name, daemon)
         else:
             getattr(self, kind)(daemon, talk)
         self.done[kind] += 1
 
-    def life(self, name: str, daemon: Daemon) -> None:
+    def change_daemon(self, name: str, daemon: Daemon) -> None:
         match self.chance.randrange(5):
             case 0:
                 self.close(name, dies=False)
@@ -186,7 +186,7 @@ class World:
             return
         daemon.store.create_conversation(new)
         self.count += 1
-        self.talks[name] = Talk(self.count, daemon.number)
+        self.talks[name] = ModelConversation(self.count, daemon.number)
 
     def begin(self, daemon: Daemon, name: str) -> None:
         self.count += 1
@@ -205,7 +205,7 @@ class World:
         known = talk is not None and any(
             each.request_id == request_id and each.made == talk.made for each in self.begun
         )
-        expected = self.expected(daemon, name)
+        expected = self.claim_or_error(daemon, name)
         if expected is not None:
             with pytest.raises(expected):
                 daemon.store.begin_turn(name, request)
@@ -219,9 +219,9 @@ class World:
             daemon.number,
         )
         self.begun.append(talk.running)
-        self.look_at_epoch(daemon, name, talk)
+        self.check_epoch(daemon, name, talk)
 
-    def look_at_epoch(self, daemon: Daemon, name: str, talk: Talk) -> None:
+    def check_epoch(self, daemon: Daemon, name: str, talk: ModelConversation) -> None:
         owner = daemon.store.owners.owner(name)
         assert owner is not None
         assert owner.session == talk.owner
@@ -238,12 +238,12 @@ class World:
         talk = self.talks.get(turn.name)
         store, late = daemon.store, reply("x", turn.token)
         if self.chance.random() < 0.3:
-            is_there = talk is not None and talk.running is turn
+            is_running = talk is not None and talk.running is turn
             try:
                 store.interrupt_turn(turn.turn_id, turn.attempt)
             except NotFound:
-                assert not is_there
-            if is_there:
+                assert not is_running
+            if is_running:
                 assert talk is not None
                 talk.running, turn.is_over = None, True
             return
@@ -263,7 +263,7 @@ class World:
             store.finish_turn(turn.turn_id, late, "stop", {}, attempt=turn.attempt)
 
     def delete(self, daemon: Daemon, name: str) -> None:
-        expected = self.expected(daemon, name)
+        expected = self.claim_or_error(daemon, name)
         if expected is not None:
             with pytest.raises(expected):
                 daemon.store.delete_conversation(name)
@@ -272,7 +272,7 @@ class World:
         del self.talks[name]
 
     def rewind(self, daemon: Daemon, name: str) -> None:
-        expected = self.expected(daemon, name)
+        expected = self.claim_or_error(daemon, name)
         if expected is not None:
             with pytest.raises(expected):
                 daemon.store.rewind_conversation(name, 0)
@@ -288,7 +288,9 @@ class World:
         source = self.talks[name]  # any daemon may fork, also while a turn runs
         daemon.store.fork_conversation(name, source.revision, target)
         self.count += 1
-        self.talks[target] = Talk(self.count, daemon.number, list(source.log), source.revision)
+        self.talks[target] = ModelConversation(
+            self.count, daemon.number, list(source.log), source.revision
+        )
 
     def look(self, daemon: Daemon, name: str) -> None:
         talk = self.talks.get(name)
@@ -305,7 +307,7 @@ class World:
             running = None  # the next claim will interrupt this turn
         assert found.running_turn_id == (None if running is None else running.turn_id)
 
-    def end_of_it(self) -> None:
+    def check_and_close(self) -> None:
         for daemon in self.daemons.values():
             for name in NAMES:
                 self.look(daemon, name)
@@ -320,7 +322,7 @@ def test_every_call_ends_as_the_model_predicts(number: int, tmp_path: Path) -> N
     try:
         for _ in range(NUM_STEPS):
             world.step()
-        world.end_of_it()
+        world.check_and_close()
     finally:
         for daemon in world.daemons.values():
             daemon.store.close()

@@ -14,7 +14,7 @@ from pensieve.store.conversation_changes import Pending
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.leases import Leases
 from pensieve.store.records import KeyedTurn, NewPrefix
-from tests.store.faulty import begun, history, write_history, writer_of
+from tests.store.faulty import begin_third_turn, history, write_history, writer_of
 from tests.store.older_schemas import POSTGRES_TO_SCHEMA_9, TO_SCHEMA_9
 from tests.store.talk import begin, create, reply, say, user
 
@@ -73,7 +73,7 @@ def test_a_history_of_schema_9_is_complete_and_its_old_owners_block_no_claim(
     keyed = NewTurn("key", [user("again", 7)], history_digest=b"digest")
     keyed_id = store.begin_turn("pot", keyed).turn.turn_id
     store.finish_turn(keyed_id, reply("so", 8), "stop", {})
-    running, before, num_bytes = begun(store), history(store), store.stored_bytes()
+    running, before, num_bytes = begin_third_turn(store), history(store), store.stored_bytes()
     turns = [store.get_turn(number) for number in range(1, running)]
     older = POSTGRES_TO_SCHEMA_9 if driver is None else TO_SCHEMA_9
     is_of_pot = f"(SELECT conversation FROM turns WHERE turn_id = {keyed_id})"
@@ -115,7 +115,7 @@ def test_interrupting_a_turn_of_another_daemon_has_no_effect(
     store.interrupt_turn(turn_id)  # another daemon owns the conversation, so this changes no row
     assert (
         store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
-    )  # as read: its owner is dead
+    )  # a read reports it as interrupted, because the new owner has no live session
 
 
 def test_an_unexpected_error_does_not_end_the_lease_thread(
@@ -327,9 +327,9 @@ def test_a_prefix_declared_again_by_another_daemon_is_reported_as_stale(
     assert stale == [("", "prefix:rules")]
 
 
-@pytest.mark.parametrize("left", [(), (1, 2), (None,), ("text",)])
+@pytest.mark.parametrize("last_values", [(), (1, 2), (None,), ("text",)])
 def test_a_history_whose_last_epoch_is_damaged_is_refused(
-    open_store: Open, driver: Any, left: tuple[object, ...]
+    open_store: Open, driver: Any, last_values: tuple[object, ...]
 ) -> None:
     if driver is None:
         pytest.skip("a sequence of PostgreSQL")
@@ -337,7 +337,7 @@ def test_a_history_whose_last_epoch_is_damaged_is_refused(
     with writer_of(store).writing() as conn:
         conn.execute("DROP TABLE epochs")
         conn.execute("CREATE TABLE epochs (last)")
-        for last in left:
+        for last in last_values:
             conn.execute("INSERT INTO epochs (last) VALUES (?)", (last,))
     store.close()
     with pytest.raises(StoreCorrupt, match="last epoch cannot be read"):

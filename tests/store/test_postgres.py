@@ -88,7 +88,7 @@ def end_sessions(postgres: PostgresServer, url: str) -> None:
 # -- one owner --
 
 
-def alone(url: str) -> PostgresLanes:
+def open_exclusively(url: str) -> PostgresLanes:
     """Open the database exclusively, as a copy of the history does."""
     return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, True, 5.0)
 
@@ -97,17 +97,19 @@ def test_exclusive_access_is_refused_while_others_are_connected_and_names_them(
     opened: Open, url: str
 ) -> None:
     with opened("pensieve serve"), opened("another"):
-        us = rf"in use by another, pid {os.getpid()} on .*, pensieve serve, pid {os.getpid()} on "
-        with pytest.raises(StoreLocked, match=us), alone(url).reading():
+        holders = (
+            rf"in use by another, pid {os.getpid()} on .*, pensieve serve, pid {os.getpid()} on "
+        )
+        with pytest.raises(StoreLocked, match=holders), open_exclusively(url).reading():
             pass
-    with contextlib.closing(alone(url)) as first:
+    with contextlib.closing(open_exclusively(url)) as first:
         with first.reading():
             pass
         with pytest.raises(StoreLocked, match=rf"is in use by alone, pid {os.getpid()} on "):
             opened("another", busy_timeout_seconds=0.05)
         with (
             pytest.raises(StoreLocked, match=rf"is in use by alone, pid {os.getpid()} on "),
-            alone(url).reading(),
+            open_exclusively(url).reading(),
         ):
             pass
     opened("another")
@@ -137,8 +139,8 @@ def test_a_history_can_be_opened_as_soon_as_the_previous_process_has_closed_it(
 def test_a_process_that_lost_its_exclusive_access_stops_writing(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """The process had opened the history exclusively. A shared one would lose only claimed conversations."""
-    first = alone(url)
+    """With shared access, a process would lose only the conversations that other processes claim."""
+    first = open_exclusively(url)
     with first.writing():
         pass
     end_sessions(postgres, url)
@@ -196,11 +198,11 @@ def test_reads_wait_for_commits_that_the_standby_does_not_have_yet(
     turn_id = begin(store, "tea", "r1", "hi", 1)
     here = f"FROM pg_stat_activity WHERE datname = '{name_of(url)}' AND wait_event = 'SyncRep'"
 
-    def until_one_waits(job: Future[Any]) -> None:
+    def wait_until_blocked(job: Future[Any]) -> None:
         while not postgres.execute(f"SELECT 1 {here}"):
             assert not job.done()
 
-    def names_of_standbys(names: str) -> None:
+    def set_standbys(names: str) -> None:
         postgres.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'")
         postgres.execute("SELECT pg_reload_conf()")
         while postgres.execute("SHOW synchronous_standby_names") != [(names,)]:
@@ -208,34 +210,34 @@ def test_reads_wait_for_commits_that_the_standby_does_not_have_yet(
         time.sleep(0.5)  # until the server's checkpointer has the new setting, too
 
     with ThreadPoolExecutor(1) as pool:
-        names_of_standbys("nobody")
+        set_standbys("nobody")
         try:
             for end in ("pg_terminate_backend", "pg_cancel_backend"):
                 if end == "pg_cancel_backend":
                     job: Future[Any] = pool.submit(create, store, "cup")
                 else:
                     job = pool.submit(store.finish_turn, turn_id, reply("hello", 2), "stop", {})
-                until_one_waits(job)
+                wait_until_blocked(job)
                 postgres.execute(f"SELECT {end}(pid) {here}")
                 if end == "pg_terminate_backend":
                     with pytest.raises(StoreUnavailable):
                         job.result()
                     read = pool.submit(store.get_turn, turn_id)
-                    until_one_waits(read)
-                    names_of_standbys("")
+                    wait_until_blocked(read)
+                    set_standbys("")
                     assert read.result().state is StoredTurnState.COMPLETED
-                    names_of_standbys("nobody")
+                    set_standbys("nobody")
                 else:  # the session continues, and the server reports success
                     with pytest.raises(StoreUnavailable, match="synchronous replication"):
                         job.result()
                     found = pool.submit(store.get_conversation, "cup")
-                    until_one_waits(found)
+                    wait_until_blocked(found)
         finally:
-            names_of_standbys("")
+            set_standbys("")
         assert found.result().conversation_id == "cup"
 
 
-class LostAt:
+class SessionLoss:
     """Loses the session at the Nth statement from now, before or after the statement is executed."""
 
     def __init__(self, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +282,7 @@ def test_an_operation_that_loses_its_session_happens_completely_or_not_at_all(
     with ConversationStore.open(tmp_path / "world", "test", url=template) as store:
         write_history(store)
 
-    faults = LostAt(after, monkeypatch)
+    faults = SessionLoss(after, monkeypatch)
 
     def copy(number: int) -> tuple[str, ConversationStore]:
         url = postgres.new_database(template=name_of(template))
@@ -323,7 +325,7 @@ def test_a_turn_end_that_committed_despite_an_error_is_not_stored_twice(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
-    faults = LostAt(True, monkeypatch)
+    faults = SessionLoss(True, monkeypatch)
     create(store, "tea")
     for number in range(1, 40):
         turn_id = begin(store, "tea", f"r{number}", "hi", 1)
@@ -561,8 +563,8 @@ def test_a_damage_mark_belongs_to_the_history_and_not_to_the_data_folder(
     opened: Open, tmp_path: Path
 ) -> None:
     folder = tmp_path / "data0"
-    with ConversationStore.open(folder, "test") as of_sqlite:
-        of_sqlite.marks.mark_damaged(True)
+    with ConversationStore.open(folder, "test") as sqlite_store:
+        sqlite_store.marks.mark_damaged(True)
     with opened() as store:
         assert store.folder.path == folder
         assert not store.integrity_check_due
@@ -573,8 +575,8 @@ def test_a_damage_mark_belongs_to_the_history_and_not_to_the_data_folder(
         assert store.integrity_check() == []
         assert not store.integrity_check_due
     assert not opened("a third").marks.is_damaged
-    with ConversationStore.open(folder, "test") as of_sqlite:
-        assert of_sqlite.integrity_check_due
+    with ConversationStore.open(folder, "test") as sqlite_store:
+        assert sqlite_store.integrity_check_due
 
 
 @pytest.fixture
@@ -656,7 +658,7 @@ class RoundTrips:
 
     def __init__(self, server: Path, place: Path) -> None:
         self.num_round_trips = 0
-        self._has_heard = True
+        self._server_has_answered = True
         self._server = str(server / ".s.PGSQL.5432")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(place / ".s.PGSQL.5432"))
@@ -679,8 +681,8 @@ class RoundTrips:
                 for here in select.select([client, server], [], [])[0]:
                     if not (data := here.recv(1 << 16)):
                         return
-                    self.num_round_trips += here is client and self._has_heard
-                    self._has_heard = here is server
+                    self.num_round_trips += here is client and self._server_has_answered
+                    self._server_has_answered = here is server
                     (server if here is client else client).sendall(data)
 
 
@@ -758,13 +760,13 @@ def test_an_unread_error_rolls_back_the_transaction(opened: Open) -> None:
     store = opened()
     insert = "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES ('a', 1, 0)"
 
-    def twice() -> None:
+    def insert_twice() -> None:
         with writer_of(store).writing() as conn:
             conn.execute(insert)
             conn.execute(insert)
 
     with pytest.raises(Conflict, match="prefixes_pkey"):
-        twice()
+        insert_twice()
     with writer_of(store).reading() as conn:
         assert conn.execute("SELECT * FROM prefixes").fetchall() == []
 

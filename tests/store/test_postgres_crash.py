@@ -36,7 +36,7 @@ from tests.store.talk import create, reply, user
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-def lasting(act):
+def retry(act):
     while True:
         try:
             return act()
@@ -51,14 +51,14 @@ number = 0
 while True:
     name, request_id = names[number % 4], f"r{number}"
     question = NewTurn(request_id, [user(f"question {number}", number, number)])
-    begun = lasting(lambda: store.begin_turn(name, question))
+    begun = retry(lambda: store.begin_turn(name, question))
     answer = reply(f"answer {number}" * 300, *[number] * 50)
 
     def finish():
-        turn_id = lasting(lambda: store.begin_turn(name, question)).turn.turn_id
+        turn_id = retry(lambda: store.begin_turn(name, question)).turn.turn_id
         return store.finish_turn(turn_id, answer, "stop", {})
 
-    lasting(finish)
+    retry(finish)
     tell(name, request_id, number)
     number += 1
 """
@@ -90,7 +90,7 @@ class Talker:
         self._rest = b""
         self.acknowledged: list[tuple[str, str, int]] = []
 
-    def look(self) -> int:
+    def num_acknowledged(self) -> int:
         """Return how many turns were acknowledged so far."""
         assert self._process.poll() is None, "the process ended by itself"
         self._read()
@@ -98,7 +98,7 @@ class Talker:
 
     def wait_for(self, number: int) -> None:
         end = time.monotonic() + SECONDS_MAX
-        while self.look() < number:
+        while self.num_acknowledged() < number:
             assert time.monotonic() < end, "no more turns were acknowledged"
             time.sleep(0.005)
 
@@ -122,16 +122,16 @@ class Talker:
 
 def test_a_killed_server_loses_no_acknowledged_turn(tmp_path: Path, server: PostgresServer) -> None:
     seed = 21
-    drawn, url = random.Random(seed), server.new_database()
+    rng, url = random.Random(seed), server.new_database()
     talker = Talker(tmp_path / "data", url)
     try:
         talker.wait_for(1)
         for number in range(NUM_KILLS):
-            talker.wait_for(talker.look() + drawn.randrange(1, 12))
-            time.sleep(drawn.uniform(0.0, 0.02))
+            talker.wait_for(talker.num_acknowledged() + rng.randrange(1, 12))
+            time.sleep(rng.uniform(0.0, 0.02))
             server.kill(postmaster_only=number % 2 == 0)
             server.start()
-        talker.wait_for(talker.look() + 3)
+        talker.wait_for(talker.num_acknowledged() + 3)
     finally:
         talker.kill()
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
@@ -155,9 +155,11 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_history(
         check=False,
     )
     if mounted.returncode:
-        pytest.skip("a small disk cannot be made here: it takes root, and a right to mount")
+        pytest.skip("a small disk needs root and the right to mount")
     try:
-        server.execute(f"CREATE TABLESPACE small LOCATION '{server.owned(small / 'space')}'")
+        server.execute(
+            f"CREATE TABLESPACE small LOCATION '{server.create_folder(small / 'space')}'"
+        )
         url = server.new_database(more="TABLESPACE small")
         with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
             create(store, "tea")
@@ -244,7 +246,15 @@ def test_a_standby_takes_over_with_every_acknowledged_turn(
     standby = PostgresServer(cluster_name="standby")
     talker = None
     try:
-        server.call("pg_basebackup", "-D", str(standby.data), "-R", *server.named(), "-c", "fast")
+        server.call(
+            "pg_basebackup",
+            "-D",
+            str(standby.data),
+            "-R",
+            *server.connection_options(),
+            "-c",
+            "fast",
+        )
         standby.start()
         server.execute("ALTER SYSTEM SET synchronous_standby_names = 'standby'")
         server.execute("SELECT pg_reload_conf()")
@@ -258,7 +268,7 @@ def test_a_standby_takes_over_with_every_acknowledged_turn(
         talker.wait_for(20)
         server.kill()
         standby.execute("SELECT pg_promote()")
-        talker.wait_for(talker.look() + 20)
+        talker.wait_for(talker.num_acknowledged() + 20)
         talker.kill()
         with ConversationStore.open(tmp_path / "data", "test", url=both) as store:
             assert store.verify() == []

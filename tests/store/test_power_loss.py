@@ -13,7 +13,7 @@ import pytest
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, StoredTurnState
 from tests.scale import SCALE
-from tests.store.power import NOTE, Event, files_after, recorded, recorder
+from tests.store.power import NOTE, Event, files_after, recorder, run_recorded
 
 NUM_SEEDS = 150 * SCALE
 
@@ -67,7 +67,7 @@ def library() -> Path:
 
 def record(library: Path, folder: Path, driver: Any, synchronous: str = "") -> list[Event]:
     folder.mkdir()
-    return recorded(library, folder, ["-c", CHILD, str(folder), driver.__name__, synchronous])
+    return run_recorded(library, folder, ["-c", CHILD, str(folder), driver.__name__, synchronous])
 
 
 def promised(events: Sequence[Event]) -> tuple[dict[str, dict[str, str]], set[str]]:
@@ -104,7 +104,7 @@ def broken_promises(folder: Path, events: Sequence[Event], driver: Any) -> list[
                         continue
                     (prompt,), reply = store.turn_messages(turn.turn_id)
                     if reply is None or (prompt.content, reply.content) != (text, text):
-                        wrong.append(f"{name} {request_id} is another")
+                        wrong.append(f"{name} {request_id} has other messages")
             left = b"".join(path.read_bytes() for path in folder.iterdir())
             wrong += [f"{text[:9]} was deleted" for text in gone if text[:9].encode() in left]
     except PensieveError as error:

@@ -11,7 +11,7 @@ from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import ConversationStore
 from pensieve.store.postgres.connection import PostgresLanes
 from pensieve.store.responses import StoredResponse
-from tests.store.faulty import without_foreign_keys, writer_of
+from tests.store.faulty import disable_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 
@@ -24,7 +24,7 @@ def found(store: ConversationStore, response_id: str, tenant: str = "") -> Store
 
 
 def raw(store: ConversationStore) -> bytes:
-    """Return the bytes of SQLite's files, or everything that PostgreSQL can be queried for."""
+    """Return the bytes of SQLite's files, or the contents of all bodies in PostgreSQL."""
     if isinstance(writer := writer_of(store), PostgresLanes):
         with writer.reading() as conn:
             rows = conn.execute("SELECT coalesce(private, '') || coalesce(tokens, '') FROM bodies")
@@ -45,7 +45,7 @@ def tea_response(
 
 
 @pytest.fixture
-def spoken(store: ConversationStore) -> ConversationStore:
+def tea_store(store: ConversationStore) -> ConversationStore:
     """Conversation tea with one turn, and conversation cup."""
     create(store, "tea")
     create(store, "cup")
@@ -53,115 +53,117 @@ def spoken(store: ConversationStore) -> ConversationStore:
     return store
 
 
-def test_a_response_is_found_by_its_id_and_tenant(spoken: ConversationStore) -> None:
+def test_a_response_is_found_by_its_id_and_tenant(tea_store: ConversationStore) -> None:
     response = tea_response(is_ours=True)
-    spoken.responses.save(response)
-    assert found(spoken, "resp_1") == response
-    assert found(spoken, "resp_2") is None
-    assert found(spoken, "resp_1", "somebody") is None
-    assert spoken.verify() == []
+    tea_store.responses.save(response)
+    assert found(tea_store, "resp_1") == response
+    assert found(tea_store, "resp_2") is None
+    assert found(tea_store, "resp_1", "somebody") is None
+    assert tea_store.verify() == []
 
 
 def test_saving_a_response_again_replaces_it_and_wipes_the_old_text(
-    spoken: ConversationStore,
+    tea_store: ConversationStore,
 ) -> None:
-    spoken.responses.save(tea_response(revision=None, body={"status": "SECRET-queued"}))
-    spoken.responses.save(tea_response(body={"status": "completed"}))
-    again = found(spoken, "resp_1")
+    tea_store.responses.save(tea_response(revision=None, body={"status": "SECRET-queued"}))
+    tea_store.responses.save(tea_response(body={"status": "completed"}))
+    again = found(tea_store, "resp_1")
     assert again is not None
     assert (again.body, again.revision) == ({"status": "completed"}, 1)
-    spoken.responses.delete("resp_1")
-    assert b"SECRET" not in raw(spoken)
-    assert spoken.verify() == []
+    tea_store.responses.delete("resp_1")
+    assert b"SECRET" not in raw(tea_store)
+    assert tea_store.verify() == []
 
 
 def test_a_response_needs_an_existing_conversation_and_cannot_move_to_another(
-    spoken: ConversationStore,
+    tea_store: ConversationStore,
 ) -> None:
     with pytest.raises(NotFound):
-        spoken.responses.save(dataclasses.replace(tea_response(), conversation_id="none"))
-    spoken.responses.save(tea_response())
+        tea_store.responses.save(dataclasses.replace(tea_response(), conversation_id="none"))
+    tea_store.responses.save(tea_response())
     with pytest.raises(AlreadyExists):
-        spoken.responses.save(dataclasses.replace(tea_response(), conversation_id="cup"))
+        tea_store.responses.save(dataclasses.replace(tea_response(), conversation_id="cup"))
 
 
 @pytest.mark.sqlite  # reads SQLite's files
-def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore) -> None:
-    spoken.responses.save(tea_response())
-    assert b"SECRET" in raw(spoken)
-    assert spoken.responses.delete("resp_1").conversation_id == ""
-    assert b"SECRET" not in raw(spoken)
-    assert found(spoken, "resp_1") is None
-    assert spoken.verify() == []
+def test_nothing_of_a_deleted_response_is_on_the_disk(tea_store: ConversationStore) -> None:
+    tea_store.responses.save(tea_response())
+    assert b"SECRET" in raw(tea_store)
+    assert tea_store.responses.delete("resp_1").conversation_id == ""
+    assert b"SECRET" not in raw(tea_store)
+    assert found(tea_store, "resp_1") is None
+    assert tea_store.verify() == []
     with pytest.raises(NotFound):
-        spoken.responses.delete("resp_1")
+        tea_store.responses.delete("resp_1")
 
 
-def test_a_response_is_deleted_with_its_conversation(spoken: ConversationStore) -> None:
-    spoken.responses.save(tea_response())
-    spoken.delete_conversation("tea")
-    assert b"SECRET" not in raw(spoken)
-    assert found(spoken, "resp_1") is None
-    assert spoken.verify() == []
+def test_a_response_is_deleted_with_its_conversation(tea_store: ConversationStore) -> None:
+    tea_store.responses.save(tea_response())
+    tea_store.delete_conversation("tea")
+    assert b"SECRET" not in raw(tea_store)
+    assert found(tea_store, "resp_1") is None
+    assert tea_store.verify() == []
 
 
 def test_a_conversation_created_for_a_response_is_to_be_deleted_with_its_last_response(
-    spoken: ConversationStore,
+    tea_store: ConversationStore,
 ) -> None:
-    spoken.responses.save(tea_response("resp_1", is_ours=True))
-    say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
-    spoken.responses.save(tea_response("resp_2", 2, is_ours=True))
-    assert spoken.responses.delete("resp_2").conversation_id == ""
-    assert spoken.responses.delete("resp_1").conversation_id == "tea"
+    tea_store.responses.save(tea_response("resp_1", is_ours=True))
+    say(tea_store, "tea", "r2", user("more", 30), reply("yes", 40))
+    tea_store.responses.save(tea_response("resp_2", 2, is_ours=True))
+    assert tea_store.responses.delete("resp_2").conversation_id == ""
+    assert tea_store.responses.delete("resp_1").conversation_id == "tea"
 
 
 def test_a_continued_conversation_is_kept_after_its_last_response_is_deleted(
-    spoken: ConversationStore,
+    tea_store: ConversationStore,
 ) -> None:
-    spoken.responses.save(tea_response(is_ours=True))
-    say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
-    assert spoken.responses.delete("resp_1").conversation_id == ""
+    tea_store.responses.save(tea_response(is_ours=True))
+    say(tea_store, "tea", "r2", user("more", 30), reply("yes", 40))
+    assert tea_store.responses.delete("resp_1").conversation_id == ""
 
 
 def test_a_conversation_with_a_running_turn_is_kept_after_its_last_response_is_deleted(
-    spoken: ConversationStore,
+    tea_store: ConversationStore,
 ) -> None:
-    spoken.responses.save(tea_response(is_ours=True))
-    begin(spoken, "tea", "r2", "more", 30)
-    assert spoken.responses.delete("resp_1").conversation_id == ""
+    tea_store.responses.save(tea_response(is_ours=True))
+    begin(tea_store, "tea", "r2", "more", 30)
+    assert tea_store.responses.delete("resp_1").conversation_id == ""
 
 
 def test_a_conversation_created_by_a_client_is_kept_after_its_last_response_is_deleted(
-    spoken: ConversationStore,
+    tea_store: ConversationStore,
 ) -> None:
-    spoken.responses.save(tea_response())
-    assert spoken.responses.delete("resp_1").conversation_id == ""
+    tea_store.responses.save(tea_response())
+    assert tea_store.responses.delete("resp_1").conversation_id == ""
 
 
-def test_verify_finds_a_response_without_its_conversation(spoken: ConversationStore) -> None:
-    spoken.responses.save(tea_response())
-    with writer_of(spoken).reading() as conn:
-        without_foreign_keys(conn)
+def test_verify_finds_a_response_without_its_conversation(tea_store: ConversationStore) -> None:
+    tea_store.responses.save(tea_response())
+    with writer_of(tea_store).reading() as conn:
+        disable_foreign_keys(conn)
         conn.execute("UPDATE responses SET conversation = 77")
-    assert "response number 1: its conversation does not exist" in spoken.verify()
+    assert "response number 1: its conversation does not exist" in tea_store.verify()
 
 
-def test_a_response_is_stored_in_the_transaction_of_its_reply(spoken: ConversationStore) -> None:
-    spoken.responses.save(tea_response(revision=None, body={"status": "queued"}))
-    turn_id = begin(spoken, "tea", "r2", "again", 12)
+def test_a_response_is_stored_in_the_transaction_of_its_reply(tea_store: ConversationStore) -> None:
+    tea_store.responses.save(tea_response(revision=None, body={"status": "queued"}))
+    turn_id = begin(tea_store, "tea", "r2", "again", 12)
     cup_response = dataclasses.replace(tea_response("resp_2"), conversation_id="cup")
-    spoken.responses.save(cup_response)
+    tea_store.responses.save(cup_response)
     with pytest.raises(AlreadyExists):  # neither the turn's end nor the response is stored
-        spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=tea_response("resp_2"))
-    assert spoken.get_conversation("tea").revision == 1
-    turn_id = begin(spoken, "tea", "r2", "again", 12)  # the failed end has interrupted the turn
+        tea_store.finish_turn(
+            turn_id, reply("yes", 22), "stop", {}, response=tea_response("resp_2")
+        )
+    assert tea_store.get_conversation("tea").revision == 1
+    turn_id = begin(tea_store, "tea", "r2", "again", 12)  # the failed end has interrupted the turn
     done = tea_response(revision=None, body={"status": "completed"})
-    assert spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=done) == 2
-    again = found(spoken, "resp_1")
+    assert tea_store.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=done) == 2
+    again = found(tea_store, "resp_1")
     assert again is not None
     assert (again.body, again.revision) == ({"status": "completed"}, 2)
-    spoken.responses.save(
+    tea_store.responses.save(
         tea_response(revision=None, body={"status": "in_progress"})
     )  # ignored: late
-    assert found(spoken, "resp_1") == again
-    assert spoken.verify() == []
+    assert found(tea_store, "resp_1") == again
+    assert tea_store.verify() == []

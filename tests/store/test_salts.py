@@ -22,18 +22,18 @@ def never(num_bits: int) -> int:
     raise AssertionError("a salt was drawn")
 
 
-def drawn_together(*values: int) -> Callable[[int], int]:
-    """Return random bits that are drawn only when all callers have found no salt."""
-    remaining, everybody = list(values), Barrier(len(values))
+def draw_together(*values: int) -> Callable[[int], int]:
+    """Return a source of random bits that waits until all callers have found no salt."""
+    remaining, barrier = list(values), Barrier(len(values))
 
     def draw(num_bits: int) -> int:
-        everybody.wait(30)
+        barrier.wait(30)
         return remaining.pop()
 
     return draw
 
 
-def stored(store: ConversationStore) -> list[tuple[str, bytes]]:
+def stored_salts(store: ConversationStore) -> list[tuple[str, bytes]]:
     with writer_of(store).reading() as conn:
         rows = conn.execute("SELECT tenant, salt FROM salts ORDER BY tenant").fetchall()
     return [(tenant, bytes(salt)) for tenant, salt in rows]
@@ -56,22 +56,22 @@ def test_a_known_salt_is_not_read_again(open_store: Open) -> None:
     with writer_of(store).writing() as conn:
         conn.execute("DELETE FROM salts")
     assert store.salt_of("acme") == (128).to_bytes(16)
-    assert stored(store) == []
+    assert stored_salts(store) == []
 
 
 def test_threads_that_create_a_salt_at_once_get_the_same_salt(open_store: Open) -> None:
-    store = open_store(random_bits=drawn_together(1, 2, 3))
+    store = open_store(random_bits=draw_together(1, 2, 3))
     with ThreadPoolExecutor(3) as threads:
         salts = set(threads.map(store.salt_of, ["acme"] * 3))
-    assert stored(store) == [("acme", *salts)]
+    assert stored_salts(store) == [("acme", *salts)]
 
 
 def test_daemons_that_create_a_salt_at_once_get_the_same_salt(start: Open) -> None:
-    draw = drawn_together(1, 2)
+    draw = draw_together(1, 2)
     daemons = [start(name, random_bits=draw) for name in ("a", "b")]
     with ThreadPoolExecutor(2) as threads:
         salts = set(threads.map(lambda store: store.salt_of("acme"), daemons))
-    assert stored(daemons[0]) == [("acme", *salts)]
+    assert stored_salts(daemons[0]) == [("acme", *salts)]
     assert start("c", random_bits=never).salt_of("acme") in salts
 
 
@@ -94,7 +94,7 @@ def test_a_salt_that_could_not_be_stored_is_not_used(
         with pytest.raises(OSError, match="no commit"):
             store.salt_of("acme")
     assert store.salt_of("acme") == (2).to_bytes(16)
-    assert stored(store) == [("acme", (2).to_bytes(16))]
+    assert stored_salts(store) == [("acme", (2).to_bytes(16))]
 
 
 def test_a_damaged_salt_is_not_used(store: ConversationStore) -> None:
@@ -115,8 +115,8 @@ def test_a_history_of_schema_11_gets_salts_after_its_migration(
             for statement in POSTGRES_TO_SCHEMA_11 if driver is None else TO_SCHEMA_11:
                 conn.execute(statement)
     with open_store() as store:
-        assert stored(store) == []
+        assert stored_salts(store) == []
         salt = store.salt_of("acme")
-        assert stored(store) == [("acme", salt)]
+        assert stored_salts(store) == [("acme", salt)]
         assert history(store) == before
         assert store.verify() == store.integrity_check() == []

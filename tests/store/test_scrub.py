@@ -14,7 +14,8 @@ from pensieve.store.sqlite_backend import scrub_of_files
 from tests.store.faulty import write_history, writer_of
 from tests.store.talk import create, reply, say, user
 
-pytestmark = pytest.mark.sqlite  # damages SQLite's file; PostgreSQL's are in test_postgres.py
+# The tests damage SQLite's file. The tests for PostgreSQL are in test_postgres.py.
+pytestmark = pytest.mark.sqlite
 
 Open = Callable[..., ConversationStore]
 

@@ -58,7 +58,7 @@ class Recorder:
 
         return preferred_driver.connect(*arguments, factory=Connection, **options)
 
-    def num(self, word: str) -> int:
+    def num_statements(self, word: str) -> int:
         return sum(each.startswith(word) for each in self.statements)
 
 
@@ -88,10 +88,10 @@ def num_waiting(store: ConversationStore) -> int:
     return len(turns["_joining"]) + len(turns["_alone"])
 
 
-def together(store: ConversationStore, *calls: Callable[[], Any]) -> list[Any]:
+def call_together(store: ConversationStore, *calls: Callable[[], Any]) -> list[Any]:
     """Make the calls in this order while all wait for the connection. Return the results or errors."""
 
-    def made(call: Callable[[], Any]) -> Any:
+    def run(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:
@@ -101,13 +101,13 @@ def together(store: ConversationStore, *calls: Callable[[], Any]) -> list[Any]:
         pending: list[Future[Any]] = []
         with commits(store).reading():
             for number, call in enumerate(calls, 1):
-                pending.append(pool.submit(made, call))
+                pending.append(pool.submit(run, call))
                 while num_waiting(store) < number:
                     time.sleep(0.0005)
         return [each.result() for each in pending]
 
 
-def begun(store: ConversationStore, *names: str) -> list[int]:
+def begin_turns(store: ConversationStore, *names: str) -> list[int]:
     for name in names:
         create(store, name)
     return [begin(store, name, "r1", "hi", 1) for name in names]
@@ -128,12 +128,16 @@ def live(store: ConversationStore) -> set[int]:
 
 def test_waiting_calls_share_a_commit(store: ConversationStore, recorder: Recorder) -> None:
     names = [f"c{number}" for number in range(5)]
-    turns = begun(store, *names)
+    turns = begin_turns(store, *names)
     before = store.figures.num_commits
     recorder.statements.clear()
-    assert together(store, *(finish(store, each) for each in turns)) == [1] * 5
+    assert call_together(store, *(finish(store, each) for each in turns)) == [1] * 5
     assert store.figures.num_commits == before + 1
-    assert (recorder.num("BEGIN"), recorder.num("SAVEPOINT"), recorder.num("COMMIT")) == (1, 4, 1)
+    assert (
+        recorder.num_statements("BEGIN"),
+        recorder.num_statements("SAVEPOINT"),
+        recorder.num_statements("COMMIT"),
+    ) == (1, 4, 1)
     assert live(store) == set()
     assert [list(store.log(name)) for name in names] == [[1, 2]] * 5
     assert store.verify() == []
@@ -145,40 +149,44 @@ def test_a_call_without_other_waiting_calls_uses_no_savepoint(
     create(store, "tea")
     recorder.statements.clear()
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
-    assert recorder.num("SAVEPOINT") == recorder.num("RELEASE") == 0
+    assert recorder.num_statements("SAVEPOINT") == recorder.num_statements("RELEASE") == 0
 
 
 @pytest.mark.parametrize("failing", range(3))
 def test_a_failed_call_does_not_affect_the_other_calls(
     store: ConversationStore, recorder: Recorder, failing: int
 ) -> None:
-    turns = begun(store, "tea", "cup")
+    turns = begin_turns(store, "tea", "cup")
     calls: list[Callable[[], object]] = [finish(store, each) for each in turns]
     calls.insert(failing, lambda: store.changes.set_metadata("none", {"a": 1}))
     recorder.statements.clear()
-    results = together(store, *calls)
+    results = call_together(store, *calls)
     assert isinstance(results.pop(failing), NotFound)
     assert results == [1, 1]
-    assert recorder.num("ROLLBACK TO") == (failing > 0)
+    assert recorder.num_statements("ROLLBACK TO") == (failing > 0)
     assert [list(store.log(name)) for name in ("tea", "cup")] == [[1, 2]] * 2
     assert store.verify() == []
 
 
 def test_the_writes_of_a_failed_call_are_rolled_back(store: ConversationStore) -> None:
-    (turn_id,) = begun(store, "tea")
+    (turn_id,) = begin_turns(store, "tea")
 
-    def half() -> None:
+    def fail_half_done() -> None:
         with vars(store)["_transactions"].writing() as conn:
             conn.execute("UPDATE tenants SET stored_bytes = stored_bytes + 1000")
             conn.execute("UPDATE conversations SET revision = 99")
             raise AlreadyExists("half done")
 
-    def constraint() -> None:
+    def violate_constraint() -> None:
         with vars(store)["_transactions"].writing() as conn:
             conn.execute("INSERT INTO owners SELECT * FROM owners")
 
-    results = together(
-        store, lambda: create(store, "pot"), half, constraint, finish(store, turn_id)
+    results = call_together(
+        store,
+        lambda: create(store, "pot"),
+        fail_half_done,
+        violate_constraint,
+        finish(store, turn_id),
     )
     assert results[0] is None
     assert isinstance(results[1], AlreadyExists)
@@ -195,12 +203,12 @@ def test_a_failed_commit_fails_all_its_calls_and_leaves_no_live_turn(
     names = ("tea", "cup", "pot")
     for name in names:
         create(store, name)
-    (ending,) = begun(store, "ends")
+    (ending,) = begin_turns(store, "ends")
     full: list[bool] = []
     store.figures.watch(on_full=lambda: full.append(True))
     recorder.fails = lambda statement: code if statement == "COMMIT" else 0
     begins = [lambda n=name: begin(store, n, "r1", "hi", 1) for name in names]
-    results = together(store, *begins, finish(store, ending))
+    results = call_together(store, *begins, finish(store, ending))
     recorder.fails = lambda statement: 0
     kind = DiskFull if code == FULL else StoreUnavailable
     assert [type(each) for each in results] == [kind] * 4
@@ -219,7 +227,7 @@ def test_a_failed_commit_fails_all_its_calls_and_leaves_no_live_turn(
 def test_if_the_database_fails_one_call_the_other_calls_are_retried(
     store: ConversationStore, recorder: Recorder, code: int, failing: int
 ) -> None:
-    turns = begun(store, *(f"c{number}" for number in range(4)))
+    turns = begin_turns(store, *(f"c{number}" for number in range(4)))
     thread: list[int] = []
     failed: list[str] = []
 
@@ -237,7 +245,7 @@ def test_if_the_database_fails_one_call_the_other_calls_are_retried(
     recorder.fails = fails
     calls = [finish(store, each) for each in turns]
     calls[failing] = unlucky
-    results = together(store, *calls)
+    results = call_together(store, *calls)
     assert len(failed) == 1
     assert isinstance(results.pop(failing), StoreUnavailable)
     assert results == [1] * 3
@@ -249,7 +257,7 @@ def test_if_the_database_fails_one_call_the_other_calls_are_retried(
 def test_if_a_savepoint_cannot_be_rolled_back_the_other_calls_are_retried(
     store: ConversationStore, recorder: Recorder
 ) -> None:
-    turns = begun(store, "tea", "cup")
+    turns = begin_turns(store, "tea", "cup")
     planted = [IO_ERROR]
 
     def fails(statement: str) -> int:
@@ -258,7 +266,7 @@ def test_if_a_savepoint_cannot_be_rolled_back_the_other_calls_are_retried(
     recorder.fails = fails
     calls: list[Callable[[], object]] = [finish(store, each) for each in turns]
     calls.insert(1, lambda: store.changes.set_metadata("none", {"a": 1}))
-    first, second, third = together(store, *calls)
+    first, second, third = call_together(store, *calls)
     assert isinstance(second, PensieveError)
     assert (first, third) == (1, 1)
     assert store.verify() == []
@@ -267,10 +275,10 @@ def test_if_a_savepoint_cannot_be_rolled_back_the_other_calls_are_retried(
 def test_a_read_sees_the_last_commit_and_runs_before_the_next_group(
     store: ConversationStore, recorder: Recorder
 ) -> None:
-    (turn_id,) = begun(store, "tea")
+    (turn_id,) = begin_turns(store, "tea")
     create(store, "cup")
     recorder.statements.clear()
-    ended, revision, begun_then = together(
+    ended, revision, begun_then = call_together(
         store,
         finish(store, turn_id),
         lambda: store.get_conversation("tea").revision,
@@ -278,25 +286,25 @@ def test_a_read_sees_the_last_commit_and_runs_before_the_next_group(
     )
     assert (ended, revision) == (1, 1)
     assert begun_then > turn_id
-    assert recorder.num("COMMIT") == 1
+    assert recorder.num_statements("COMMIT") == 1
 
 
 def test_a_deletion_shares_its_commit_with_no_other_call(
     store: ConversationStore, recorder: Recorder
 ) -> None:
-    (turn_id,) = begun(store, "tea")
+    (turn_id,) = begin_turns(store, "tea")
     create(store, "cup")
     recorder.statements.clear()
-    results = together(
-        store, finish(store, turn_id), partial_delete(store), lambda: create(store, "pot")
+    results = call_together(
+        store, finish(store, turn_id), delete_cup(store), lambda: create(store, "pot")
     )
     assert results == [1, None, None]
-    assert recorder.num("COMMIT") == 2
+    assert recorder.num_statements("COMMIT") == 2
     assert not store.erasure.pending
     assert store.verify() == []
 
 
-def partial_delete(store: ConversationStore) -> Callable[[], None]:
+def delete_cup(store: ConversationStore) -> Callable[[], None]:
     return lambda: store.delete_conversation("cup")
 
 
@@ -304,14 +312,14 @@ def test_a_group_accepts_no_more_calls_after_its_time_limit(
     store: ConversationStore, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_commits, "GROUP_SECONDS", 0.0)
-    turns = begun(store, "tea", "cup", "pot")
+    turns = begin_turns(store, "tea", "cup", "pot")
     recorder.statements.clear()
-    assert together(store, *(finish(store, each) for each in turns)) == [1] * 3
-    assert (recorder.num("SAVEPOINT"), recorder.num("COMMIT")) == (0, 3)
+    assert call_together(store, *(finish(store, each) for each in turns)) == [1] * 3
+    assert (recorder.num_statements("SAVEPOINT"), recorder.num_statements("COMMIT")) == (0, 3)
 
 
 def test_no_call_returns_before_its_commit(store: ConversationStore, recorder: Recorder) -> None:
-    turns = begun(store, "tea", "cup", "pot")
+    turns = begin_turns(store, "tea", "cup", "pot")
     answered: list[int] = []
     at_commit: list[int] = []
 
@@ -321,12 +329,12 @@ def test_no_call_returns_before_its_commit(store: ConversationStore, recorder: R
             at_commit.append(len(answered))
         return 0
 
-    def told(turn_id: int) -> None:
+    def finish_and_note(turn_id: int) -> None:
         finish(store, turn_id)()
         answered.append(turn_id)
 
     recorder.fails = fails
-    together(store, *(lambda t=each: told(t) for each in turns))
+    call_together(store, *(lambda t=each: finish_and_note(t) for each in turns))
     assert at_commit == [0]
     assert sorted(answered) == sorted(turns)
 
@@ -368,7 +376,7 @@ def test_a_rolled_back_turn_does_not_end_the_turn_that_reuses_its_id(
             conn.execute("SELECT * FROM no_such_table")
 
     monkeypatch.setattr(commits(store), "writing", hears_late)
-    _, lost, failure, won = together(store, lambda: create(store, "leads"), loses, fails, wins)
+    _, lost, failure, won = call_together(store, lambda: create(store, "leads"), loses, fails, wins)
     monkeypatch.undo()
     assert isinstance(failure, preferred_driver.OperationalError)
     assert won in lost_ids[:1]
@@ -382,7 +390,7 @@ def test_a_rolled_back_turn_does_not_end_the_turn_that_reuses_its_id(
 def test_only_a_failed_turn_end_makes_the_store_look_for_dead_turns(
     store: ConversationStore, recorder: Recorder
 ) -> None:
-    (turn_id,) = begun(store, "tea")
+    (turn_id,) = begin_turns(store, "tea")
     for call in (
         lambda: create(store, "tea"),
         lambda: begin(store, "none", "r1", "hi", 1),
@@ -392,12 +400,12 @@ def test_only_a_failed_turn_end_makes_the_store_look_for_dead_turns(
             call()
     recorder.statements.clear()
     create(store, "cup")
-    assert recorder.num("COMMIT") == 1
+    assert recorder.num_statements("COMMIT") == 1
     with pytest.raises(InvalidArgument):  # unlike the calls above, this one tried to end a turn
         store.finish_turn(turn_id, reply("\ud800", 2), "stop", {})
     recorder.statements.clear()
     create(store, "pot")
-    assert recorder.num("COMMIT") == 2
+    assert recorder.num_statements("COMMIT") == 2
     assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
 
 
@@ -406,7 +414,7 @@ def test_a_refusal_because_of_an_uncommitted_row_is_retried_if_the_commit_fails(
 ) -> None:
     planted = [FULL]
     recorder.fails = lambda statement: planted.pop() if planted and statement == "COMMIT" else 0
-    leader, made, refused = together(
+    leader, made, refused = call_together(
         store, *(lambda n=name: create(store, n) for name in ("pot", "tea", "tea"))
     )
     assert (type(leader), type(made), refused) == (DiskFull, DiskFull, None)
@@ -418,13 +426,13 @@ def test_the_late_end_of_a_dead_turn_does_not_keep_it_alive(
     store: ConversationStore, recorder: Recorder
 ) -> None:
     """The commit that this call waits for fails."""
-    (turn_id,) = begun(store, "tea")
+    (turn_id,) = begin_turns(store, "tea")
     store.interrupt_turn(turn_id)
     assert begin(store, "tea", "r1", "hi", 1) == turn_id
     transactions(store)._live.clear()
     planted = [FULL]
     recorder.fails = lambda statement: planted.pop() if planted and statement == "COMMIT" else 0
-    _, refused = together(
+    _, refused = call_together(
         store,
         lambda: create(store, "pot"),
         lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {}, attempt=1),
@@ -435,7 +443,7 @@ def test_the_late_end_of_a_dead_turn_does_not_keep_it_alive(
     assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
 
 
-class Interrupted(shared_commits.Waiter):
+class InterruptedWaiter(shared_commits.Waiter):
     """A Waiter some of whose waits end with KeyboardInterrupt."""
 
     plans: dict[int, list[str]]  # thread -> what its next waits do
@@ -451,29 +459,29 @@ class Interrupted(shared_commits.Waiter):
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
-    Interrupted.plans = {}
-    monkeypatch.setattr(shared_commits, "Waiter", Interrupted)
-    return Interrupted.plans
+    InterruptedWaiter.plans = {}
+    monkeypatch.setattr(shared_commits, "Waiter", InterruptedWaiter)
+    return InterruptedWaiter.plans
 
 
-def interrupted(
-    plans: dict[int, list[str]], call: Callable[[], object], *whens: str
+def interrupting(
+    plans: dict[int, list[str]], call: Callable[[], object], *moments: str
 ) -> Callable[[], object]:
-    def made() -> object:
-        plans[threading.get_ident()] = list(whens)
+    def run() -> object:
+        plans[threading.get_ident()] = list(moments)
         try:
             return call()
         except KeyboardInterrupt:
             return "interrupted"
 
-    return made
+    return run
 
 
 def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(
     store: ConversationStore, plans: dict[int, list[str]]
 ) -> None:
-    reads = interrupted(plans, lambda: store.num_conversations(), "before it is woken")
-    writes = interrupted(plans, lambda: create(store, "none"), "before it is woken")
+    reads = interrupting(plans, lambda: store.num_conversations(), "before it is woken")
+    writes = interrupting(plans, lambda: create(store, "none"), "before it is woken")
     with ThreadPoolExecutor(1) as pool:
         with commits(store).reading():
             assert pool.submit(reads).result() == pool.submit(writes).result() == "interrupted"
@@ -493,8 +501,8 @@ def test_a_thread_that_is_interrupted_when_it_is_woken_wakes_the_next_thread(
         lambda: create(store, "c"),
         lambda: store.num_conversations(),
     ]
-    calls[number] = interrupted(plans, calls[number], "when it is woken")
-    results = together(store, *calls)
+    calls[number] = interrupting(plans, calls[number], "when it is woken")
+    results = call_together(store, *calls)
     assert results.pop(number) == "interrupted"
     assert results == ([None] * 3 if number == 3 else [None, None, 2])
     assert store.num_conversations() == (3 if number == 3 else 2)
@@ -504,9 +512,9 @@ def test_a_thread_that_is_interrupted_when_it_is_woken_wakes_the_next_thread(
 def test_an_interrupted_leader_hands_the_connection_to_the_waiting_threads(
     store: ConversationStore, plans: dict[int, list[str]], when: str
 ) -> None:
-    leads = interrupted(plans, lambda: create(store, "a"), "", when)
+    leads = interrupting(plans, lambda: create(store, "a"), "", when)
     others = [lambda n=name: create(store, n) for name in ("b", "c")]
-    leader, *results = together(store, leads, *others)
+    leader, *results = call_together(store, leads, *others)
     assert leader == "interrupted"
     assert {type(each) for each in results} <= {StoreUnavailable, type(None)}
     assert isinstance(results[0], StoreUnavailable)

@@ -30,7 +30,7 @@ from tests.store.sharing_process import LEASE_SECONDS, Process
 from tests.store.talk import create, reply, say, user
 
 pytestmark = pytest.mark.skipif(
-    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs a newer SQLite"
 )
 NUM_CONVERSATIONS = 12
 Start = Callable[..., Process]
@@ -46,11 +46,11 @@ def start(path: Path) -> Iterator[Start]:
     """Start processes, and end them after the test."""
     started: list[Process] = []
 
-    def one(name: str, **options: Any) -> Process:
+    def start_one(name: str, **options: Any) -> Process:
         started.append(Process(path, name, **options))
         return started[-1].ready()
 
-    yield one
+    yield start_one
     for each in started:
         each.end()
 
@@ -62,13 +62,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def took(process: Process, *call: Any) -> bool:
-    """Return whether a call now succeeds."""
+def can_claim(process: Process, *call: Any) -> bool:
+    """Make a call that claims a conversation. Return False if another daemon owns the conversation."""
     answer = process(*call)
     return not (isinstance(answer, list) and answer[:2] == ["error", "OwnedElsewhere"])
 
 
-def verified(path: Path) -> list[str]:
+def problems_in(path: Path) -> list[str]:
     with ConversationStore.open(path.parent / "last", "test", url=f"sqlite://{path}") as store:
         return [*store.verify(), *store.integrity_check()]
 
@@ -88,12 +88,12 @@ def test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address(
     assert b("owner", "tea")[0] == "a"
     assert b("delete", "tea")[1] == "OwnedElsewhere"
     a("close")
-    assert b("stale_and_came_from") == [[], {}]
+    assert b("stale_and_kv_sources") == [[], {}]
     assert b("say", "tea", "r2", 3) == 2
     # There is no origin, because the previous owner has left.
-    assert b("stale_and_came_from") == [["tea"], {}]
+    assert b("stale_and_kv_sources") == [["tea"], {}]
     b("close")
-    assert verified(path) == []
+    assert problems_in(path) == []
 
 
 def test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease(
@@ -104,13 +104,13 @@ def test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease(
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     assert b("running", "tea") == turn_id
     a.kill()
-    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
     again = b("begin", "tea", "r1", 2)
     assert again == [turn_id, attempt + 1, False, "running"]
     assert b("finish", turn_id, attempt + 1, 7) == 1
     assert b("log", "tea") == [1, 2, 7]
     b("close")
-    assert verified(path) == []
+    assert problems_in(path) == []
 
 
 def test_a_restarted_daemon_interrupts_its_earlier_turns(start: Start) -> None:
@@ -138,18 +138,18 @@ def test_a_late_turn_end_is_refused_after_another_daemon_took_over(
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
-    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
     a.resume()
     for late in (attempt, 0, attempt + 1):
         assert a("finish", turn_id, late, 99)[1] == "Unavailable"
     assert b("log", "tea") == [1]
     assert b("finish", turn_id, attempt + 1, 7) == 1
     assert a("finish", turn_id, attempt, 99)[1] == "Unavailable"
-    assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"  # a has noticed that it still runs
+    assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"  # b owns the conversation now
     assert a("log", "tea") == [1, 2, 7]
     for each in (a, b):
         each("close")
-    assert verified(path) == []
+    assert problems_in(path) == []
 
 
 def test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed(start: Start) -> None:
@@ -175,7 +175,7 @@ def test_idle_conversations_of_a_draining_daemon_are_claimed_with_the_address_of
     assert b("say", "cup", "r1", 3) == 1
     assert a("finish", turn_id, attempt, 4) == 1
     assert b("say", "tea", "r2", 3) == 2
-    assert b("stale_and_came_from") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
+    assert b("stale_and_kv_sources") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
 
 
 def test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale(
@@ -186,9 +186,9 @@ def test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as
     a("say", "tea", "r1", 2)
     a("drain")
     b("delete", "tea")
-    a("stale_and_came_from")
+    a("stale_and_kv_sources")
     a("create", "tea")
-    assert a("stale_and_came_from")[0] == ["tea"]
+    assert a("stale_and_kv_sources")[0] == ["tea"]
     assert a("say", "tea", "r1", 5) == 1
 
 
@@ -206,7 +206,7 @@ def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
     assert len({epoch for _, epoch, _ in won}) == len(won)
     for each in racers:
         each("close")
-    assert verified(path) == []
+    assert problems_in(path) == []
 
 
 # -- one host --
@@ -298,7 +298,7 @@ def test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over(start: Star
     a.stop()
     wait_until(lambda: bool(b("is_housekeeper")))
     a.resume()
-    assert not a("is_housekeeper")  # from its first moment on, though no renewal has told it yet
+    assert not a("is_housekeeper")  # at once, before it has renewed its lease
     b("close")
     wait_until(lambda: bool(a("is_housekeeper")))
 
@@ -482,15 +482,15 @@ def test_random_faults_neither_lose_nor_duplicate_turns(start: Start, path: Path
     for number in range(NUM_CONVERSATIONS):
         first("create", f"w{number}")
     first("close")
-    lives: dict[str, Process] = {}
+    processes: dict[str, Process] = {}
 
-    def live(name: str, seed: int) -> None:
-        lives[name] = start(name, lease_seconds=LEASE_SECONDS)
-        os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
-        lives[name].put("run_random_turns", seed, NUM_CONVERSATIONS)
+    def start_daemon(name: str, seed: int) -> None:
+        processes[name] = start(name, lease_seconds=LEASE_SECONDS)
+        os.set_blocking(processes[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
+        processes[name].put("run_random_turns", seed, NUM_CONVERSATIONS)
 
-    def drain() -> None:
-        for name, process in lives.items():
+    def read_output() -> None:
+        for name, process in processes.items():
             data = b""
             while True:
                 try:
@@ -500,31 +500,31 @@ def test_random_faults_neither_lose_nor_duplicate_turns(start: Start, path: Path
                 if not piece:
                     break
                 data += piece
-            left[name] = left.get(name, b"") + data
-            *lines, left[name] = left[name].split(b"\n")
+            unread[name] = unread.get(name, b"") + data
+            *lines, unread[name] = unread[name].split(b"\n")
             said.extend(entry for line in lines if (entry := _entry(line))[0] == "said")
 
-    left: dict[str, bytes] = {}
+    unread: dict[str, bytes] = {}
     seeds = itertools.count(1)
     for name in "abc":
-        live(name, next(seeds))
+        start_daemon(name, next(seeds))
     for step in range(6 * SCALE):
         time.sleep(0.4)
-        drain()
+        read_output()
         victim = "abc"[step % 3]
         if step % 2:
-            lives[victim].kill()
-            drain()
-            left[victim] = b""
-            live(victim, next(seeds))
+            processes[victim].kill()
+            read_output()
+            unread[victim] = b""
+            start_daemon(victim, next(seeds))
         else:
-            lives[victim].stop()
+            processes[victim].stop()
             time.sleep(LEASE_SECONDS + 0.3)
-            lives[victim].resume()
+            processes[victim].resume()
     time.sleep(0.4)
-    for each in lives.values():
+    for each in processes.values():
         each.kill()
-    drain()
+    read_output()
 
     assert len(said) > 100
     check_epochs(said)

@@ -32,6 +32,7 @@ from tests.store.talk import begin, create
 from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  the same tests run on both databases
     NUM_CONVERSATIONS,
+    can_claim,
     check_epochs,
     test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease,
     test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale,
@@ -42,7 +43,6 @@ from tests.store.test_shared_file import (  # noqa: F401  the same tests run on 
     test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over,
     test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address,
     test_two_owners_never_share_an_epoch,
-    took,
     wait_until,
 )
 
@@ -61,14 +61,14 @@ class Proxy:
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self.path / SOCKET))
         self._listening.listen()
-        self._goes = threading.Event()
-        self._goes.set()
+        self._forwards = threading.Event()
+        self._forwards.set()
         self._open: set[socket.socket] = set()
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()
 
     def cut(self) -> None:
-        self._goes.clear()
+        self._forwards.clear()
 
     def heal(self, *, closes: bool) -> None:
         """Forward again. With `closes`, connections from before are lost on both sides."""
@@ -76,7 +76,7 @@ class Proxy:
             for each in list(self._open):
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
-        self._goes.set()
+        self._forwards.set()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
 
     def _pass_on(self, client: socket.socket) -> None:
-        self._goes.wait()
+        self._forwards.wait()
         with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
             server.connect(self._server)
             self._open |= {client, server}
@@ -101,7 +101,7 @@ class Proxy:
             while True:
                 for each in select.select(list(other), [], [])[0]:
                     piece = each.recv(PIECE)
-                    self._goes.wait()
+                    self._forwards.wait()
                     if not piece:
                         return
                     other[each].sendall(piece)
@@ -119,11 +119,11 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 def path(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The parent folder of the daemons' data folders."""
 
-    def verified(path: Path) -> list[str]:
+    def problems_in(path: Path) -> list[str]:
         with ConversationStore.open(path.parent / "last", "test", url=url) as store:
             return [*store.verify(), *store.integrity_check()]
 
-    monkeypatch.setattr("tests.store.test_shared_file.verified", verified)
+    monkeypatch.setattr("tests.store.test_shared_file.problems_in", problems_in)
     return tmp_path / "shared"
 
 
@@ -132,11 +132,11 @@ def start(path: Path, url: str) -> Iterator[Start]:
     """Start processes, and end them after the test."""
     started: list[Process] = []
 
-    def one(name: str, **options: Any) -> Process:
+    def start_one(name: str, **options: Any) -> Process:
         started.append(Process(path, name, **{"url": url, **options}))
         return started[-1].ready()
 
-    yield one
+    yield start_one
     for each in started:
         each.end()
 
@@ -148,7 +148,7 @@ def proxy(postgres: PostgresServer) -> Iterator[Proxy]:
     made.close()
 
 
-def through(proxy: Proxy, url: str) -> str:
+def url_through(proxy: Proxy, url: str) -> str:
     return f"{url.partition('?')[0]}?host={proxy.path}"
 
 
@@ -156,7 +156,7 @@ def through(proxy: Proxy, url: str) -> str:
 def test_a_disconnected_daemon_cannot_end_a_turn_that_another_daemon_claimed(
     start: Start, proxy: Proxy, url: str, closes: bool
 ) -> None:
-    a = start("a", url=through(proxy, url), lease_seconds=LEASE_SECONDS)
+    a = start("a", url=url_through(proxy, url), lease_seconds=LEASE_SECONDS)
     b = start("b", lease_seconds=LEASE_SECONDS)
     a("create", "tea")
     a("create", "cup")
@@ -164,7 +164,7 @@ def test_a_disconnected_daemon_cannot_end_a_turn_that_another_daemon_claimed(
     kept, *_ = a("begin", "cup", "r1", 3)
     proxy.cut()
     a.put("finish", turn_id, attempt, 99)
-    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
     assert b("finish", turn_id, attempt + 1, 7) == 1
     proxy.heal(closes=closes)
     assert a.answer()[1] in ("Unavailable", "StoreUnavailable")
@@ -181,7 +181,7 @@ def test_a_daemon_that_is_stopped_during_a_transaction_loses_its_locks(start: St
     a.put("hold_write_lock")
     wait_until(lambda: is_stopped(a.child.pid))
     assert b("say", "cup", "r1", 2) == 1
-    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
     a.resume()
     assert a.answer()[:2] == ["error", "StoreUnavailable"]
     assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"
@@ -303,50 +303,50 @@ def test_random_faults_neither_lose_nor_duplicate_turns(
     """
     said: list[list[Any]] = []
     proxies = {name: Proxy(postgres.path) for name in "abc"}
-    lives: dict[str, Process] = {}
-    left: dict[str, bytes] = {}
+    processes: dict[str, Process] = {}
+    unread: dict[str, bytes] = {}
     seeds = itertools.count(1)
     first = start("first")
     for number in range(NUM_CONVERSATIONS):
         first("create", f"w{number}")
     first("close")
 
-    def live(name: str) -> None:
-        place = {"url": through(proxies[name], url), "lease_seconds": LEASE_SECONDS}
-        lives[name], left[name] = start(name, **place), b""
-        os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
-        lives[name].put("run_random_turns", next(seeds), NUM_CONVERSATIONS)
+    def start_daemon(name: str) -> None:
+        place = {"url": url_through(proxies[name], url), "lease_seconds": LEASE_SECONDS}
+        processes[name], unread[name] = start(name, **place), b""
+        os.set_blocking(processes[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
+        processes[name].put("run_random_turns", next(seeds), NUM_CONVERSATIONS)
 
-    def listen() -> None:
-        for name, process in lives.items():
+    def read_output() -> None:
+        for name, process in processes.items():
             with contextlib.suppress(BlockingIOError):
                 while piece := os.read(process.child.stdout.fileno(), PIECE):  # type: ignore[union-attr]
-                    left[name] += piece
-            *lines, left[name] = left[name].split(b"\n")
+                    unread[name] += piece
+            *lines, unread[name] = unread[name].split(b"\n")
             said.extend(entry for line in lines if (entry := json.loads(line))[0] == "said")
 
     for name in "abc":
-        live(name)
+        start_daemon(name)
     for step in range(9 * SCALE):
         time.sleep(0.4)
-        listen()
+        read_output()
         victim, fault = "abc"[step % 3], step // 3 % 3
         if fault == 0:
-            lives[victim].kill()
-            listen()
-            live(victim)
+            processes[victim].kill()
+            read_output()
+            start_daemon(victim)
         elif fault == 1:
-            lives[victim].stop()
+            processes[victim].stop()
             time.sleep(LEASE_SECONDS + 0.3)
-            lives[victim].resume()
+            processes[victim].resume()
         else:
             proxies[victim].cut()
             time.sleep(LEASE_SECONDS + 0.3)
             proxies[victim].heal(closes=bool(step % 2))
     time.sleep(0.4)
-    for each in lives.values():
+    for each in processes.values():
         each.kill()
-    listen()
+    read_output()
     for proxy in proxies.values():
         proxy.close()
 

@@ -18,7 +18,7 @@ from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[[str], ConversationStore]
 needs_sqlite = pytest.mark.skipif(
-    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs a newer SQLite"
 )
 
 
@@ -72,7 +72,7 @@ def test_take_claims_a_conversation_only_if_no_turn_runs(daemons: Daemons) -> No
 
 
 @needs_sqlite
-def test_came_from_names_the_previous_owner_only_for_the_current_epoch(
+def test_kv_sources_names_the_previous_owner_only_for_the_current_epoch(
     daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = daemons.open("a"), daemons.open("b")

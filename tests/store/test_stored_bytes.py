@@ -55,19 +55,19 @@ def test_stored_bytes_are_counted_for_each_tenant(store: ConversationStore) -> N
 def test_stored_bytes_equal_the_sum_of_the_records_after_random_actions(
     open_store: Open, seed: int
 ) -> None:
-    drawn, store, number = random.Random(seed), open_store(), 0
+    rng, store, number = random.Random(seed), open_store(), 0
     names: list[tuple[str, str]] = []
     for _ in range(150):
         number += 1
-        action, tenant = drawn.choice(ACTIONS), drawn.choice(("", "a", "b"))
+        action, tenant = rng.choice(ACTIONS), rng.choice(("", "a", "b"))
         try:
             if action == "create" or not names:
-                head = [NewMessage("system", "s" * drawn.randint(0, 9000), [1])]
+                head = [NewMessage("system", "s" * rng.randint(0, 9000), [1])]
                 new = NewConversation(f"c{number}", "f", head, prefix_id="p", tenant=tenant)
                 store.create_conversation(new)
                 names.append((new.conversation_id, tenant))
             else:
-                run_action(store, action, drawn, names, number)
+                run_action(store, action, rng, names, number)
         except PensieveError:
             continue  # a turn runs, or a revision does not exist: nothing was changed
     assert store.verify() == []
@@ -85,18 +85,18 @@ ACTIONS = ("create", "turn", "turn", "turn", "again", "fork", "rewind", "retoken
 def run_action(
     store: ConversationStore,
     action: str,
-    drawn: random.Random,
+    rng: random.Random,
     names: list[tuple[str, str]],
     number: int,
 ) -> None:
-    name, tenant = drawn.choice(names)
+    name, tenant = rng.choice(names)
     if action in ("turn", "again"):
-        question = user("q" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))
+        question = user("q" * rng.randint(0, 5000), *range(rng.randint(1, 99)))
         request = f"r{number}" if action == "turn" else "the same"
         begun = store.begin_turn(name, NewTurn(request, [question]), tenant=tenant)
-        end = drawn.choice(("finish", "finish", "interrupt", "fail", "go on"))
+        end = rng.choice(("finish", "finish", "interrupt", "fail", "go on"))
         if end == "finish":
-            answer = reply("a" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))
+            answer = reply("a" * rng.randint(0, 5000), *range(rng.randint(1, 99)))
             store.finish_turn(begun.turn.turn_id, answer, "stop", {})
         elif end == "interrupt":
             store.interrupt_turn(begun.turn.turn_id)
@@ -108,10 +108,10 @@ def run_action(
         names.append((f"f{number}", tenant))
     elif action == "rewind":
         revision = store.get_conversation(name, tenant=tenant).revision
-        store.rewind_conversation(name, drawn.randint(0, revision), tenant=tenant)
+        store.rewind_conversation(name, rng.randint(0, revision), tenant=tenant)
     elif action == "retokenize":
         num_messages = store.get_conversation(name, tenant=tenant).num_messages
-        tokens = [range(drawn.randint(1, 200)) for _ in range(num_messages)]
+        tokens = [range(rng.randint(1, 200)) for _ in range(num_messages)]
         store.replace_log(name, f"f{number}", tokens, tenant=tenant)
     else:
         store.delete_conversation(name, tenant=tenant)

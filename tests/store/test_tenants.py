@@ -60,9 +60,8 @@ def test_a_call_with_another_tenants_id_takes_the_same_work_as_with_an_unknown_i
     begun = store.begin_turn("a7", NewTurn("r1", [user("hi", 1)]), tenant="a")
     store.finish_turn(begun.turn.turn_id, user("hello", 2), "stop", {})
     probe = PROBES[name]
-    for _ in range(
-        2
-    ):  # the first call prepares statements; the next may have one more, to look for dead turns
+    # The first call prepares statements. The second call may execute one more, to look for dead turns.
+    for _ in range(2):
         work(store, lambda: probe(store, "warm"))
     statements, instructions = work(store, lambda: probe(store, "a7"))
     assert statements

@@ -21,7 +21,7 @@ LONG = """
 
 @pytest.fixture
 def seconds(url: str) -> float:
-    """Return a time limit. A database in another process needs a longer one on a busy machine."""
+    """Return a time limit. A database in another process needs a longer limit on a busy machine."""
     return 0.5 if url else 0.05
 
 

@@ -11,7 +11,7 @@ from pensieve.errors import StoreUnavailable
 from pensieve.store import (
     StoredTurnState,
 )
-from tests.store.faulty import NEVER, FaultyDriver, begun, opened, writer_of
+from tests.store.faulty import NEVER, FaultyDriver, begin_third_turn, open_copy, writer_of
 from tests.store.talk import begin, create, reply
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
@@ -20,8 +20,8 @@ def test_a_turn_whose_end_could_not_be_written_can_be_ended_again(
     folder: Path, driver: Any
 ) -> None:
     faults = FaultyDriver(driver, FULL, False, True)
-    with opened(folder, "copy", faults) as store:
-        turn_id = begun(store)
+    with open_copy(folder, "copy", faults) as store:
+        turn_id = begin_third_turn(store)
         faults.arm(1)
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match="the disk is full"):
@@ -35,8 +35,8 @@ def test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running(
 ) -> None:
     """A client that sees a running turn does not write. But only a write would interrupt the dead turn."""
     faults = FaultyDriver(driver, IO_ERROR, False, False)
-    with opened(folder, "copy", faults) as store:
-        turn_id = begun(store)
+    with open_copy(folder, "copy", faults) as store:
+        turn_id = begin_third_turn(store)
         assert store.get_conversation("tea").running_turn_id == turn_id
         faults.arm(1)
         with pytest.raises(StoreUnavailable):
@@ -47,22 +47,23 @@ def test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running(
         for turn in store.get_turn(turn_id), store.find_turn("tea", "r3"):
             assert turn is not None
             assert turn.state is StoredTurnState.INTERRUPTED
-        assert begun(store) == turn_id
+        assert begin_third_turn(store) == turn_id
 
 
 def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
     folder: Path, driver: Any
 ) -> None:
     faults = FaultyDriver(driver, FULL, False, True)
-    with opened(folder, "copy", faults) as store:
-        turn_id = begun(store)
+    with open_copy(folder, "copy", faults) as store:
+        turn_id = begin_third_turn(store)
         other = begin(store, "cup", "r5", "lives", 5)
         faults.arm(1)
         with pytest.raises(StoreUnavailable):
             store.finish_turn(turn_id, reply("ok", 70), "stop", {})
         faults.heal()
         create(store, "new")
-        with writer_of(store).reading() as conn:  # `get_turn` would say so before it is written
+        # Read the row, because `get_turn` reports this state even before the row is written.
+        with writer_of(store).reading() as conn:
             row = conn.execute("SELECT state FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
         assert row == (StoredTurnState.INTERRUPTED,)
         assert store.get_turn(other).state is StoredTurnState.RUNNING
@@ -86,8 +87,8 @@ def test_a_turn_end_that_committed_despite_its_error_is_not_stored_twice(
             return self._driver.connect(*args, factory=Connection, **options)
 
     faults = CommitFails(driver, IO_ERROR, True, False)
-    with opened(folder, "copy", faults) as store:
-        turn_id = begun(store)
+    with open_copy(folder, "copy", faults) as store:
+        turn_id = begin_third_turn(store)
         faults.arm(1)
         with pytest.raises(StoreUnavailable, match="disk I/O error"):
             store.finish_turn(turn_id, reply("ok", 70), "stop", {})

@@ -11,12 +11,12 @@ import pytest
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import ConversationStore
 from pensieve.store.postgres.session import SqlSession
-from tests.store.faulty import without_foreign_keys, writer_of
+from tests.store.faulty import disable_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 
 @pytest.fixture
-def spoken(store: ConversationStore) -> ConversationStore:
+def tea_store(store: ConversationStore) -> ConversationStore:
     """Conversation `tea` has two turns and a failed turn. `cup` is a fork of `tea` after the first turn."""
     create(store, "tea", user("system", 1, 2))
     say(store, "tea", "r1", user("hi", 10, 11), reply("hello", 20, 21))
@@ -30,12 +30,12 @@ def spoken(store: ConversationStore) -> ConversationStore:
 
 def change(store: ConversationStore, *statements: str) -> None:
     with writer_of(store).reading() as conn:
-        without_foreign_keys(conn)
+        disable_foreign_keys(conn)
         for statement in statements:
-            conn.execute(on_postgres(statement) if isinstance(conn, SqlSession) else statement)
+            conn.execute(for_postgres(statement) if isinstance(conn, SqlSession) else statement)
 
 
-def on_postgres(statement: str) -> str:
+def for_postgres(statement: str) -> str:
     """Rewrite a statement for PostgreSQL's type of blobs."""
     return re.sub("x'([0-9a-f]*)'", r"'\\x\1'::bytea", statement).replace(
         "CAST(replace(private, 'hello', 'jello') AS BLOB)",
@@ -142,36 +142,38 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
     ],
 )
 def test_verify_names_each_inconsistency(
-    spoken: ConversationStore, statement: str, problem: str
+    tea_store: ConversationStore, statement: str, problem: str
 ) -> None:
-    change(spoken, statement)
-    assert problem in spoken.verify()
+    change(tea_store, statement)
+    assert problem in tea_store.verify()
 
 
-def test_verify_reports_two_running_turns(spoken: ConversationStore) -> None:
+def test_verify_reports_two_running_turns(tea_store: ConversationStore) -> None:
     change(
-        spoken, "DROP INDEX turns_running", "UPDATE turns SET state = 'running' WHERE turn_id > 1"
+        tea_store,
+        "DROP INDEX turns_running",
+        "UPDATE turns SET state = 'running' WHERE turn_id > 1",
     )
-    assert "conversation number 1: 2 turns are running" in spoken.verify()
+    assert "conversation number 1: 2 turns are running" in tea_store.verify()
 
 
-def test_verify_can_look_at_one_conversation(spoken: ConversationStore) -> None:
-    change(spoken, "UPDATE history SET first_token = 0 WHERE conversation = 1 AND position = 4")
-    assert len(spoken.verify("tea")) == 1
-    assert spoken.verify("cup") == []
+def test_verify_can_look_at_one_conversation(tea_store: ConversationStore) -> None:
+    change(tea_store, "UPDATE history SET first_token = 0 WHERE conversation = 1 AND position = 4")
+    assert len(tea_store.verify("tea")) == 1
+    assert tea_store.verify("cup") == []
     with pytest.raises(NotFound):
-        spoken.verify("nobody")
+        tea_store.verify("nobody")
 
 
-def test_a_flipped_bit_is_not_served(spoken: ConversationStore) -> None:
-    change(spoken, f"UPDATE bodies SET tokens = x'1400000016000000' WHERE body = {BODY}")
+def test_a_flipped_bit_is_not_served(tea_store: ConversationStore) -> None:
+    change(tea_store, f"UPDATE bodies SET tokens = x'1400000016000000' WHERE body = {BODY}")
     with pytest.raises(StoreCorrupt, match="'tea', message 2: a record fails its checksum"):
-        spoken.log("tea")
+        tea_store.log("tea")
     with pytest.raises(StoreCorrupt, match="'cup', message 2"):
-        spoken.messages("cup")
+        tea_store.messages("cup")
     with pytest.raises(StoreCorrupt, match="turn 1"):
-        spoken.turn_messages(1)
-    assert [m.content for m in spoken.messages("tea", 3)] == ["more", "yes"]
+        tea_store.turn_messages(1)
+    assert [m.content for m in tea_store.messages("tea", 3)] == ["more", "yes"]
 
 
 @pytest.mark.parametrize(
@@ -181,20 +183,20 @@ def test_a_flipped_bit_is_not_served(spoken: ConversationStore) -> None:
         "UPDATE history SET first_token = 5 WHERE conversation = 1 AND position = 2",
     ],
 )
-def test_a_log_with_a_gap_is_not_served(spoken: ConversationStore, statement: str) -> None:
-    change(spoken, statement)
+def test_a_log_with_a_gap_is_not_served(tea_store: ConversationStore, statement: str) -> None:
+    change(tea_store, statement)
     with pytest.raises(
         StoreCorrupt, match="conversation 'tea': its messages do not cover the log exactly"
     ):
-        spoken.log("tea")
+        tea_store.log("tea")
 
 
 @pytest.mark.sqlite  # reads SQLite's files
 def test_a_flipped_byte_in_the_file_is_found(
-    spoken: ConversationStore, open_store: Callable[..., ConversationStore]
+    tea_store: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
-    path: Path = spoken.folder.database_path
-    spoken.close()
+    path: Path = tea_store.folder.database_path
+    tea_store.close()
     damaged = path.read_bytes()
     assert damaged.count(b"hello") == 1
     path.write_bytes(damaged.replace(b"hello", b"jello"))
@@ -207,14 +209,14 @@ def test_a_flipped_byte_in_the_file_is_found(
 
 @pytest.mark.sqlite  # reads SQLite's files
 def test_a_damaged_page_is_found_by_both_checks_even_after_a_clean_stop(
-    spoken: ConversationStore, open_store: Callable[..., ConversationStore]
+    tea_store: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
-    with writer_of(spoken).reading() as conn:
+    with writer_of(tea_store).reading() as conn:
         (page,) = conn.execute(
             "SELECT rootpage FROM sqlite_schema WHERE name = 'history'"
         ).fetchone()
-    path: Path = spoken.folder.database_path
-    spoken.close()
+    path: Path = tea_store.folder.database_path
+    tea_store.close()
     damaged = bytearray(path.read_bytes())
     damaged[(page - 1) * 4096 : page * 4096] = b"\xa5" * 4096
     path.write_bytes(damaged)

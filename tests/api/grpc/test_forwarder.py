@@ -77,22 +77,22 @@ def test_the_forwarder_waits_if_a_newer_daemon_has_the_owners_address(
 ) -> None:
     num_sent = 0
 
-    async def refused(*_: Any) -> None:
+    async def refuse(*_: Any) -> None:
         nonlocal num_sent
         num_sent += 1
         raise NotOwner(OWNER)
 
-    monkeypatch.setattr(Forwarder, "_send", refused)
+    monkeypatch.setattr(Forwarder, "_send", refuse)
     taken = [OWNER] * (2 * forwarding.OWNERS_MAX)
     assert asyncio.run(answered(ScriptedClaims(OWNER, *taken, None), None)) is False
     assert num_sent == len(taken) + 1
 
 
 def test_the_forwarder_never_forwards_to_its_own_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sent(*_: Any) -> None:
+    async def fail(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Forwarder, "_send", sent)
+    monkeypatch.setattr(Forwarder, "_send", fail)
     earlier = OwnedElsewhere("c", "earlier", OURS)
     assert asyncio.run(answered(ScriptedClaims(earlier, earlier, None), None, earlier)) is False
 

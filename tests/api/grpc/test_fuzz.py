@@ -1,4 +1,4 @@
-"""Mutated messages over the wire (a million at night): none is answered with UNKNOWN or INTERNAL."""
+"""Mutated messages over the wire (nightly: a million). None is answered with UNKNOWN or INTERNAL."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def mutated(packed: bytes, choose: random.Random) -> bytes:
 async def bombard(address: str, num_messages: int) -> tuple[Counter[str], set[str]]:
     codes: Counter[str] = Counter()
     texts: set[str] = set()
-    left = iter(range(num_messages))
+    remaining = iter(range(num_messages))
     async with grpc.aio.insecure_channel(address) as channel:
 
         async def worker(seed: int) -> None:
             choose = random.Random(SEED * NUM_WORKERS + seed)
-            for _ in left:
+            for _ in remaining:
                 name = choose.choice(list(CORPUS))
                 packed = mutated(choose.choice(CORPUS[name]).SerializeToString(), choose)
                 path = f"/pensieve.v1.ConversationService/{name}"

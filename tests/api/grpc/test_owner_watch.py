@@ -32,32 +32,32 @@ def owner_of(name: str, replica: str = "one") -> OwnedElsewhere:
     return OwnedElsewhere(name, replica, f"{replica}:1")
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not holds():
+        while not condition():
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def begun(watch: OwnerWatch, told: list[str], *names: str) -> list[Wait]:
-    return [watch.begin(owner_of(name), "t", partial(told.append, name)) for name in names]
+def begin_waits(watch: OwnerWatch, notified: list[str], *names: str) -> list[Wait]:
+    return [watch.begin(owner_of(name), "t", partial(notified.append, name)) for name in names]
 
 
 def test_one_claim_checks_the_owner_for_all_waiting_calls() -> None:
     async def run() -> None:
-        claims, told = Claims(), list[str]()
+        claims, notified = Claims(), list[str]()
         watch = OwnerWatch(claims.claim, LOOK_SECONDS)
-        waits = begun(watch, told, "a", "b", "c")
-        await until(lambda: len(claims.asked) >= 5)
+        waits = begin_waits(watch, notified, "a", "b", "c")
+        await wait_until(lambda: len(claims.asked) >= 5)
         assert set(claims.asked) == {"a"}
-        assert told == []
+        assert notified == []
         watch.end(waits[0])
         watch.end(waits[0])
-        await until(lambda: "b" in claims.asked)
+        await wait_until(lambda: "b" in claims.asked)
         for wait in waits:
             watch.end(wait)
-        await until(lambda: not watch._watching)
-        begun(watch, told, "d")  # a new call looks again
-        await until(lambda: "d" in claims.asked)
+        await wait_until(lambda: not watch._watching)
+        begin_waits(watch, notified, "d")  # a new call looks again
+        await wait_until(lambda: "d" in claims.asked)
         await watch.close()
 
     asyncio.run(run())
@@ -65,12 +65,12 @@ def test_one_claim_checks_the_owner_for_all_waiting_calls() -> None:
 
 def test_waiting_calls_are_notified_when_the_owner_is_gone_or_replaced() -> None:
     async def run() -> None:
-        claims, told = Claims(), list[str]()
+        claims, notified = Claims(), list[str]()
         watch = OwnerWatch(claims.claim, LOOK_SECONDS)
-        waits = begun(watch, told, "a", "b", "c", "d")
+        waits = begin_waits(watch, notified, "a", "b", "c", "d")
         claims.answers = {"a": None, "b": owner_of("b", "two"), "c": NotFound("it is deleted")}
-        await until(lambda: len(told) == 2)
-        assert told == ["a", "b"]
+        await wait_until(lambda: len(notified) == 2)
+        assert notified == ["a", "b"]
         assert [each.is_over for each in waits] == [True, True, False, False]
         next_owner = waits[1].next_owner
         assert waits[0].next_owner is None
@@ -84,14 +84,14 @@ def test_waiting_calls_are_notified_when_the_owner_is_gone_or_replaced() -> None
 
 def test_waiting_calls_are_not_notified_while_the_store_is_unavailable() -> None:
     async def run() -> None:
-        claims, told = Claims(), list[str]()
+        claims, notified = Claims(), list[str]()
         watch = OwnerWatch(claims.claim, LOOK_SECONDS)
         claims.answers = {"a": StoreUnavailable("it is away")}
-        begun(watch, told, "a", "b")
-        await until(lambda: len(claims.asked) >= 3)
-        assert (set(claims.asked), told) == ({"a"}, [])
+        begin_waits(watch, notified, "a", "b")
+        await wait_until(lambda: len(claims.asked) >= 3)
+        assert (set(claims.asked), notified) == ({"a"}, [])
         claims.answers = {"a": None, "b": None}
-        await until(lambda: told == ["a", "b"])
+        await wait_until(lambda: notified == ["a", "b"])
         await watch.close()
 
     asyncio.run(run())
@@ -101,7 +101,7 @@ def test_a_call_that_is_answered_during_the_claim_is_not_notified() -> None:
     """The owner's answer has begun, so the owner decides how the call ends."""
 
     async def run() -> None:
-        asked, told, gate = list[str](), list[str](), asyncio.Event()
+        asked, notified, gate = list[str](), list[str](), asyncio.Event()
 
         async def claim(conversation_id: str, tenant: str) -> OwnedElsewhere | None:
             asked.append(conversation_id)
@@ -110,11 +110,11 @@ def test_a_call_that_is_answered_during_the_claim_is_not_notified() -> None:
             return None
 
         watch = OwnerWatch(claim, LOOK_SECONDS)
-        first, _ = begun(watch, told, "a", "b")
-        await until(lambda: asked == ["a"])
+        first, _ = begin_waits(watch, notified, "a", "b")
+        await wait_until(lambda: asked == ["a"])
         watch.end(first)
         gate.set()
-        await until(lambda: told == ["b"])
+        await wait_until(lambda: notified == ["b"])
         assert not first.is_over
         await watch.close()
 

@@ -75,11 +75,11 @@ def requests(count: int, seed: int) -> Iterator[tuple[Method, bytes]]:
 
 async def send(address: str, count: int, seed: int) -> Counter[str]:
     codes: Counter[str] = Counter()
-    left = requests(count, seed)
+    remaining = requests(count, seed)
     async with grpc.aio.insecure_channel(address) as channel:
 
         async def worker() -> None:
-            for method, packed in left:
+            for method, packed in remaining:
                 try:
                     if method.streams:
                         many: Any = channel.unary_stream(method.path)

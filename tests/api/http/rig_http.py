@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """Return the events of a stream. The last one is [DONE] if the API has it."""
+        """Return the events of a stream. The last event is [DONE] if the API sends it."""
         lines = self.body.decode().split("\n\n")
         data = [line.partition("data: ")[2] for line in lines if "data: " in line]
         return [each if each == "[DONE]" else json.loads(each) for each in data]
@@ -89,9 +89,9 @@ def http_rig(
     """Start a daemon. With `model`, it runs the built-in model with `settings`, else the echo engine."""
     if model:
         arguments |= {"program": MODEL_ENGINE, "written": dict(settings)}
-    named = {"http": "127.0.0.1:0", **arguments.pop("http", {})}
+    options = {"http": "127.0.0.1:0", **arguments.pop("http", {})}
     if (limits := arguments.pop("limits", None)) is not None:
         arguments["config"] = DaemonConfig(grace_seconds=0.2, limits=limits)
-    listening = Listening("127.0.0.1:0", data / "admin.sock", **named)
+    listening = Listening("127.0.0.1:0", data / "admin.sock", **options)
     with DaemonRig(data, listening=listening, **arguments) as rig:
         yield HttpRig(rig)

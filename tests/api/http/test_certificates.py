@@ -1,4 +1,4 @@
-"""The HTTP certificate is replaced while the daemon runs: new connections get the new one."""
+"""The HTTP certificate is replaced while the daemon runs: new connections get the new certificate."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TlsServer(NamedTuple):
     ca: Path
     audit_log: Path
 
-    def connection(self, by: str = "client") -> http.client.HTTPSConnection:
+    def connection(self, name: str = "client") -> http.client.HTTPSConnection:
         context = ssl.create_default_context(cafile=str(CERTS / "ca.pem"))
-        context.load_cert_chain(CERTS / f"{by}.pem", CERTS / f"{by}.key")
+        context.load_cert_chain(CERTS / f"{name}.pem", CERTS / f"{name}.key")
         return http.client.HTTPSConnection("localhost", self.port, timeout=30, context=context)
 
-    def shown(self) -> bytes:
+    def served_certificate(self) -> bytes:
         """Return the certificate that a new connection gets, after an answered request."""
         connection = self.connection()
         connection.connect()
@@ -68,19 +68,19 @@ def server(tmp_path: Path) -> Iterator[TlsServer]:
 
 
 def test_new_connections_get_the_current_certificate(server: TlsServer) -> None:
-    before = server.shown()
+    before = server.served_certificate()
     connected = server.connection()
     assert status(connected) == 200
     shutil.copy(CERTS / "client.pem", server.cert)  # for a moment, the key does not match
-    assert server.shown() == before
+    assert server.served_certificate() == before
     shutil.copy(CERTS / "client.key", server.key)
-    after = server.shown()
+    after = server.served_certificate()
     assert after == ssl.PEM_cert_to_DER_cert((CERTS / "client.pem").read_text())
     assert after != before
     assert status(connected) == 200
     connected.close()
     server.cert.unlink()
-    assert server.shown() == after
+    assert server.served_certificate() == after
     wait_for(lambda: len(server.outcomes()) == 3)
     first, second, third = server.outcomes()
     assert first.startswith("cannot use ")
@@ -89,14 +89,14 @@ def test_new_connections_get_the_current_certificate(server: TlsServer) -> None:
 
 
 def test_client_certificates_are_checked_with_the_current_ca(server: TlsServer) -> None:
-    shown = server.shown()
+    shown = server.served_certificate()
     server.ca.write_text("no certificate")
-    assert server.shown() == shown
-    shutil.copy(CERTS / "server.pem", server.ca)  # has signed no certificate but itself
+    assert server.served_certificate() == shown
+    shutil.copy(CERTS / "server.pem", server.ca)  # did not sign the client's certificate
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        server.shown()
+        server.served_certificate()
     shutil.copy(CERTS / "ca.pem", server.ca)
-    assert server.shown() == shown
+    assert server.served_certificate() == shown
 
 
 @pytest.mark.parametrize("broken", ["cert", "key", "ca"])

@@ -33,17 +33,17 @@ def server(tmp_path: Path) -> Iterator[HttpRig]:
 
 def raw(server: HttpRig, data: bytes) -> bytes:
     """Send bytes, and return everything received until the connection is closed."""
-    with connected(server) as sock:
+    with connect(server) as sock:
         sock.sendall(data)
-        return received(sock)
+        return receive_all(sock)
 
 
-def connected(server: HttpRig) -> socket.socket:
+def connect(server: HttpRig) -> socket.socket:
     host, _, port = server.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-def received(sock: socket.socket) -> bytes:
+def receive_all(sock: socket.socket) -> bytes:
     found = b""
     while chunk := sock.recv(65536):
         found += chunk
@@ -120,7 +120,7 @@ def test_allowed_origins_and_hosts_are_served(tmp_path: Path) -> None:
         assert (wrong.status, wrong.headers["access-control-allow-origin"]) == (400, site)
 
 
-def test_with_tokens_all_paths_but_health_and_version_require_one(tmp_path: Path) -> None:
+def test_with_tokens_all_paths_but_health_and_version_require_a_token(tmp_path: Path) -> None:
     given, entry = callers.new_token("red", admin=False)
     other, _ = callers.new_token("red", admin=False)
     tokens = callers.tokens_of(tmp_path / "tokens", entry.encode())
@@ -179,7 +179,7 @@ def test_bodies_have_a_limit_and_must_be_json(server: HttpRig) -> None:
 def test_a_chunked_body_has_the_same_limit(server: HttpRig) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nhost: {server.address}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
-    with connected(server) as sock:
+    with connect(server) as sock:
         sock.sendall(head.encode())
         answer = b""
 
@@ -239,25 +239,25 @@ def test_slow_request_heads_are_cut_off_but_idle_connections_are_not(
     server: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
-    with connected(server) as slow, connected(server) as idle:
+    with connect(server) as slow, connect(server) as idle:
         slow.sendall(b"GET /v1/models HTTP/1.1\r\n")
-        assert received(slow) == b""  # closed
+        assert receive_all(slow) == b""  # closed
         idle.sendall(f"GET /version HTTP/1.0\r\nhost: {server.address}\r\n\r\n".encode())
-        assert received(idle).startswith(b"HTTP/1.1 200")
+        assert receive_all(idle).startswith(b"HTTP/1.1 200")
 
 
 def test_a_refused_body_that_never_arrives_is_cut_off(
     server: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
-    with connected(server) as sock:
+    with connect(server) as sock:
         head = f"POST /nowhere HTTP/1.1\r\nhost: {server.address}\r\ncontent-length: 100\r\n\r\n"
         sock.sendall(head.encode() + b"x")
-        answer = received(sock)
+        answer = receive_all(sock)
         assert answer.startswith(b"HTTP/1.1 404")
 
 
-def holding(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+def hold_and_release(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
     """Return two coroutines: one holds back messages to the engine, one releases them."""
     held: list[Any] = []
 
@@ -280,7 +280,7 @@ def test_a_waiting_stream_sends_keep_alives(
     engine = server.rig.daemon.engine
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
     connection = server.connection()
-    hold, release = holding(engine)
+    hold, release = hold_and_release(engine)
     server.rig.call(hold())
     connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
@@ -296,7 +296,7 @@ def test_a_body_counts_towards_memory_limits_until_its_stream_ends(server: HttpR
     """The messages of a response stay in memory while it waits for the engine."""
     engine, incoming = server.rig.daemon.engine, server.rig.server.guard.incoming
     body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
-    hold, release = holding(engine)
+    hold, release = hold_and_release(engine)
     server.rig.call(hold())
     connection = server.connection()
     connection.request(

@@ -47,7 +47,7 @@ def tools(strict: bool = False) -> list[Any]:
     ]
 
 
-def a_model(folder: Path, family: Family = QWEN_3) -> Path:
+def write_random_model(folder: Path, family: Family = QWEN_3) -> Path:
     """Write a model with random weights, whose context has room for its long replies."""
     path = write_model(folder, family) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 1024}))
@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
         folder / "data",
         program=MODEL_ENGINE,
         written=MODEL_SETTINGS,
-        model_folder=a_model(folder / "model"),
+        model_folder=write_random_model(folder / "model"),
         batch_jobs=JobsConfig(call_style=style_named("auto", template_of(QWEN_3))),
     ) as found:
         yield found

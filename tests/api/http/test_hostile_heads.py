@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.api.http import connections as connections_module
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
-from tests.api.http.test_front import connected, raw, received
+from tests.api.http.test_front import connect, raw, receive_all
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(
@@ -44,10 +44,10 @@ def statuses(answer: bytes) -> list[int]:
     return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d{3})", answer)]
 
 
-def answered(rig: HttpRig, data: bytes) -> bytes:
+def send_and_receive(rig: HttpRig, data: bytes) -> bytes:
     """Like `raw`, but tolerates a reset: a connection may be closed before everything was sent."""
     found = b""
-    with connected(rig) as sock:
+    with connect(rig) as sock:
         try:
             sock.sendall(data)
             while chunk := sock.recv(65536):
@@ -79,7 +79,7 @@ def answered(rig: HttpRig, data: bytes) -> bytes:
     ids=lambda data: repr(data[:30]),
 )
 def test_malformed_http_is_refused_and_the_connection_closed(rig: HttpRig, data: bytes) -> None:
-    assert statuses(answered(rig, data)) in ([400], [])
+    assert statuses(send_and_receive(rig, data)) in ([400], [])
 
 
 def test_upgrade_requests_are_ignored(rig: HttpRig) -> None:
@@ -121,39 +121,39 @@ def test_heads_with_too_many_bytes_or_lines_are_refused_before_parsing(rig: Http
         ["a: " + "b" * 1000] * 40,
         [f"cookie: {'c' * 30_000}", "d: " + "e" * 5000],
     ):
-        assert statuses(answered(rig, head(rig, line, *lines))) in ([431], []), len(lines)
+        assert statuses(send_and_receive(rig, head(rig, line, *lines))) in ([431], []), len(lines)
     long = head(rig, f"GET /{'p' * 40_000} HTTP/1.1")
-    assert statuses(answered(rig, long)) in ([431], [])
+    assert statuses(send_and_receive(rig, long)) in ([431], [])
 
 
 def test_a_large_head_after_another_request_is_refused(rig: HttpRig) -> None:
     """Both requests come in one piece, or with a body in between."""
     line = "GET /version HTTP/1.1"
     large = head(rig, line, *["a: b"] * 5000)
-    assert statuses(answered(rig, head(rig, line) + large)) in ([200, 431], [200])
+    assert statuses(send_and_receive(rig, head(rig, line) + large)) in ([200, 431], [200])
     posted = head(rig, f"POST {CHAT} HTTP/1.1", f"content-length: {len(BODY)}") + BODY
-    assert statuses(answered(rig, posted + head(rig, line) + large)) in (
+    assert statuses(send_and_receive(rig, posted + head(rig, line) + large)) in (
         [200, 200, 431],
         [200, 200],
     )
 
 
 def test_a_head_may_come_byte_by_byte(rig: HttpRig) -> None:
-    with connected(rig) as sock:
+    with connect(rig) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         asked = head(rig, f"POST {CHAT} HTTP/1.1", f"content-length: {len(BODY)}")
         for byte in asked + BODY + head(rig, "GET /version HTTP/1.1", "connection: close"):
             sock.send(bytes([byte]))
-        assert statuses(received(sock)) == [200, 200]
+        assert statuses(receive_all(sock)) == [200, 200]
 
 
 def test_many_pipelined_requests_are_all_answered(rig: HttpRig) -> None:
     one = head(rig, "GET /version HTTP/1.1")
     posted = head(rig, f"POST {CHAT} HTTP/1.1", f"content-length: {len(BODY)}") + BODY
     last = head(rig, "GET /v1/models HTTP/1.1", "connection: close")
-    with connected(rig) as sock:
+    with connect(rig) as sock:
         sock.sendall((one * 20 + posted) * 20 + last)
-        assert statuses(received(sock)) == [200] * (21 * 20 + 1)
+        assert statuses(receive_all(sock)) == [200] * (21 * 20 + 1)
 
 
 # -- where a body ends --
@@ -178,7 +178,7 @@ def test_ambiguous_body_lengths_are_refused_and_the_rest_is_not_read(rig: HttpRi
         ["content-length: " + "9" * 400],
     ):
         asked = head(rig, f"POST {CHAT} HTTP/1.1", *lines) + b"0\r\n\r\n" + smuggled
-        answer = answered(rig, asked)
+        answer = send_and_receive(rig, asked)
         assert statuses(answer) in ([400], [413], [501]), lines
         assert b'"list"' not in answer
 
@@ -199,21 +199,21 @@ def test_malformed_chunks_end_the_connection(
     """This holds while the body is read, and while an unread body is discarded."""
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.5)
     asked = head(rig, f"POST {path} HTTP/1.1", "transfer-encoding: chunked")
-    with connected(rig) as sock:
+    with connect(rig) as sock:
         sock.sendall(asked)
         if path == "/nowhere":
             assert statuses(sock.recv(65536)) == [404]
         try:
             sock.sendall(chunks)
             sock.shutdown(socket.SHUT_WR)
-            assert statuses(received(sock)) in ([400], [])
+            assert statuses(receive_all(sock)) in ([400], [])
         except ConnectionError:
             pass  # the daemon has closed the connection
 
 
 def test_an_endless_body_is_cut_off_at_the_limit(rig: HttpRig) -> None:
     asked = head(rig, f"POST {CHAT} HTTP/1.1", "transfer-encoding: chunked")
-    with connected(rig) as sock:
+    with connect(rig) as sock:
         sock.sendall(asked)
         num_bytes = 0
         try:
@@ -324,7 +324,7 @@ def test_connections_above_the_limit_get_503_with_retry_after(
         connection.request("POST", CHAT, asked, {"content-type": "application/json"})
         streamed = connection.getresponse()
         assert streamed.status == 200
-        held = [connected(rig) for _ in range(19)]
+        held = [connect(rig) for _ in range(19)]
         for sock in held:  # each is also a connection at the server
             sock.sendall(head(rig, "GET /version HTTP/1.1"))
             assert statuses(sock.recv(65536)) == [200]

@@ -99,10 +99,10 @@ def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(server: HttpRig
     talk = Talk(server)
     talk.respond("One.")
     reply = talk.last()
-    with overtaken(server, lambda: talk.delete(reply)) as deleted:
+    with overtaken(server, lambda: talk.delete(reply)) as finish_deletion:
         answered = talk.respond("Two.")
         assert answered.status == 200
-        refused = deleted()
+        refused = finish_deletion()
     assert (refused.status, refused.error["param"]) == (400, "item_id")
     assert "only the last item" in refused.error["message"]
     assert talk.texts() == talk.stored()
@@ -114,9 +114,9 @@ def test_a_reply_is_not_deleted_if_a_turn_overtakes_the_deletion(server: HttpRig
 def test_two_concurrent_deletions_of_a_pending_item_delete_one_item(server: HttpRig) -> None:
     talk = Talk(server, "One.", "Two.", "Three.")
     last = talk.last()
-    with overtaken(server, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as finish_deletion:
         assert talk.delete(last).status == 200
-        assert deleted().status == 404
+        assert finish_deletion().status == 404
     assert talk.texts() == ["One.", "Two."]
     assert talk.delete(last).status == 404
 
@@ -124,9 +124,9 @@ def test_two_concurrent_deletions_of_a_pending_item_delete_one_item(server: Http
 def test_an_item_added_during_a_deletion_is_not_deleted(server: HttpRig) -> None:
     talk = Talk(server, "One.", "Two.")
     last = talk.last()
-    with overtaken(server, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as finish_deletion:
         assert talk.add("Three.").status == 200
-        refused = deleted()
+        refused = finish_deletion()
     assert (refused.status, refused.error["param"]) == (400, "item_id")
     assert talk.texts() == ["One.", "Two.", "Three."]
 
@@ -134,10 +134,10 @@ def test_an_item_added_during_a_deletion_is_not_deleted(server: HttpRig) -> None
 def test_a_new_item_with_a_reused_id_is_not_deleted(server: HttpRig) -> None:
     talk = Talk(server, "One.", "Two.")
     last = talk.last()
-    with overtaken(server, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as finish_deletion:
         assert talk.delete(last).status == 200
         assert talk.add("Three.").value["data"][0]["id"] == last
-        assert deleted().status == 404
+        assert finish_deletion().status == 404
     assert talk.texts() == ["One.", "Three."]
 
 
@@ -145,12 +145,12 @@ def test_a_new_reply_with_a_reused_id_is_not_deleted(server: HttpRig) -> None:
     talk = Talk(server)
     talk.respond("One.")
     (question, _), (reply, _) = talk.items()
-    with overtaken(server, lambda: talk.delete(reply)) as deleted:
+    with overtaken(server, lambda: talk.delete(reply)) as finish_deletion:
         for each in (reply, question):
             assert talk.delete(each).status == 200
         talk.respond("One.")
         assert talk.last() == reply
-        assert deleted().status == 404
+        assert finish_deletion().status == 404
     assert talk.texts() == talk.stored()
     assert len(talk.stored()) == 2
 
@@ -161,9 +161,9 @@ def test_two_concurrent_deletions_of_a_reply_leave_its_question_pending_once(
     talk = Talk(server)
     talk.respond("One.")
     reply = talk.last()
-    with overtaken(server, lambda: talk.delete(reply)) as deleted:
+    with overtaken(server, lambda: talk.delete(reply)) as finish_deletion:
         assert talk.delete(reply).status == 200
-        assert deleted().status == 404
+        assert finish_deletion().status == 404
     assert (talk.texts(), talk.stored()) == (["One."], [])
     again = talk.respond("Two.")
     assert talk.texts() == talk.stored()
@@ -174,9 +174,9 @@ def test_two_concurrent_deletions_of_a_reply_leave_its_question_pending_once(
 def test_a_pending_item_that_a_turn_stored_during_its_deletion_is_kept(server: HttpRig) -> None:
     talk = Talk(server, "One.")
     last = talk.last()
-    with overtaken(server, lambda: talk.delete(last)) as deleted:
+    with overtaken(server, lambda: talk.delete(last)) as finish_deletion:
         assert talk.respond("Two.").status == 200
-        assert deleted().status == 400
+        assert finish_deletion().status == 400
     assert talk.texts() == talk.stored()
     assert talk.stored()[:2] == ["One.", "Two."]
 
@@ -202,8 +202,8 @@ def snapshots(server: HttpRig, folder: Path) -> Iterator[list[Path]]:
         yield copies
 
 
-def found_after(copy: Path, conversation_id: str) -> list[str] | None:
-    """Return the texts of a conversation, with pending ones, or None if it does not exist."""
+def texts_after(copy: Path, conversation_id: str) -> list[str] | None:
+    """Return the texts of all messages, also pending messages. None: there is no such conversation."""
     with ConversationStore.open(copy, "pensieve test") as store:
         assert store.verify() == []
         names = [each.conversation_id for each in store.list_conversations().conversations]
@@ -226,7 +226,7 @@ def test_a_crash_during_the_deletion_of_a_reply_keeps_the_question(
     before = talk.texts()
     with snapshots(server, tmp_path) as copies:
         assert talk.delete(talk.last()).status == 200
-    seen = [found_after(each, talk.id) for each in copies]
+    seen = [texts_after(each, talk.id) for each in copies]
     assert seen
     assert all(each in (before, ["One."]) for each in seen)
     assert seen[-1] == ["One."]
@@ -237,7 +237,7 @@ def test_a_crash_leaves_a_new_conversation_complete_or_absent(
 ) -> None:
     with snapshots(server, tmp_path) as copies:
         talk = Talk(server, "One.", "Two.")
-    seen = [found_after(each, talk.id) for each in copies]
+    seen = [texts_after(each, talk.id) for each in copies]
     assert seen
     assert all(each in (None, ["One.", "Two."]) for each in seen)
     assert seen[-1] == ["One.", "Two."]

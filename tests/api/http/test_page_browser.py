@@ -82,7 +82,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
 
 
 @contextmanager
-def opened(
+def open_page(
     browser: Any,
     rig: HttpRig,
     size: tuple[int, int] = WIDE,
@@ -129,7 +129,7 @@ def act(page: Any, kind: str, number: int, name: str) -> None:
     page.locator(f"article.{kind}").nth(number).get_by_role("button", name=name, exact=True).click()
 
 
-def named(page: Any) -> Any:
+def shown_row(page: Any) -> Any:
     """Return the list's row of the shown conversation."""
     return page.locator("#list [aria-current=true]")
 
@@ -150,14 +150,14 @@ def endless(page: Any) -> None:
     sample(page, ignore_eos=True, max_tokens=5000)
 
 
-def lost(route: Any) -> None:
+def lose_answer(route: Any) -> None:
     """Let the daemon get a message, but lose its answer."""
     route.fetch()
     route.abort()
 
 
 def history(rig: HttpRig, page: Any) -> list[Any]:
-    return rig.rig.messages(named(page).get_attribute("data-id"))
+    return rig.rig.messages(shown_row(page).get_attribute("data-id"))
 
 
 def user_messages(page: Any) -> list[str]:
@@ -165,10 +165,10 @@ def user_messages(page: Any) -> list[str]:
 
 
 def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
-    with opened(browser, tiny) as page:
+    with open_page(browser, tiny) as page:
         cost = say(page, "My name is Ada.")
         assert cost.startswith("First turn: nothing was in memory yet")
-        expect(named(page)).to_have_text("My name is Ada.")
+        expect(shown_row(page)).to_have_text("My name is Ada.")
         first = history(tiny, page)
         expect(page.locator("article.reply .body").first).to_contain_text(first[1].content.strip())
         assert re.match(
@@ -193,7 +193,7 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         assert history(tiny, page)[-1].revision > revision
 
         act(page, "user", 1, "New conversation from before this message")
-        expect(named(page)).to_have_text("Fork of My name is Ada.")
+        expect(shown_row(page)).to_have_text("Fork of My name is Ada.")
         assert user_messages(page) == ["My name is Ada."]
         assert [each.token_ids for each in history(tiny, page)] == [
             each.token_ids for each in first
@@ -201,12 +201,12 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         say(page, "Another way.")
         act(page, "reply", 0, "New conversation from here")
         expect(page.locator("article.user")).to_have_count(1)
-        expect(named(page)).to_have_text("Fork of My name is Ada.")
+        expect(shown_row(page)).to_have_text("Fork of My name is Ada.")
         assert user_messages(page) == ["My name is Ada."]
 
 
 def test_another_reply_in_the_middle_asks_first(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         for text in ("One.", "Two.", "Three."):
             say(page, text)
         buttons = page.locator("article.reply .another")
@@ -233,14 +233,14 @@ def test_another_reply_in_the_middle_asks_first(browser: Any, slow: HttpRig) -> 
 
 
 def test_each_conversation_keeps_its_draft(browser: Any, slow: HttpRig) -> None:
-    given(slow, "drafted", ("Hm?", "", "Yes."))
-    given(slow, "not drafted", ("Hm?", "", "Yes."))
-    with opened(browser, slow) as page:
+    create_elsewhere(slow, "drafted", ("Hm?", "", "Yes."))
+    create_elsewhere(slow, "not drafted", ("Hm?", "", "Yes."))
+    with open_page(browser, slow) as page:
         field = page.locator("#text")
 
         def pick(title: str) -> None:
             page.get_by_role("button", name=title, exact=True).click()
-            expect(named(page)).to_have_text(title)
+            expect(shown_row(page)).to_have_text(title)
 
         page.fill("#text", "For a new one.")
         pick("drafted")
@@ -253,7 +253,7 @@ def test_each_conversation_keeps_its_draft(browser: Any, slow: HttpRig) -> None:
         pick("drafted")
         expect(field).to_have_value("For the first.")
         page.reload()
-        expect(named(page)).to_have_text("drafted")
+        expect(shown_row(page)).to_have_text("drafted")
         expect(field).to_have_value("For the first.")
         page.press("#text", "Enter")
         expect(page.locator("article.reply .cost")).to_be_visible()
@@ -266,7 +266,7 @@ def test_each_conversation_keeps_its_draft(browser: Any, slow: HttpRig) -> None:
 
 def test_an_edit_keeps_the_lines_of_a_message(browser: Any, slow: HttpRig) -> None:
     text = "A list:\n\n- one\n- two"
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         say(page, text)
         field = page.get_by_label(EDIT)
         act(page, "user", 0, "Edit message")
@@ -290,14 +290,14 @@ def test_an_edit_keeps_the_lines_of_a_message(browser: Any, slow: HttpRig) -> No
 
 
 def test_rename_export_and_delete(browser: Any, tiny: HttpRig, tmp_path: Path) -> None:
-    with opened(browser, tiny) as page:
+    with open_page(browser, tiny) as page:
         say(page, "Keep\nthis.")
-        expect(named(page)).to_have_text("Keep this.")
+        expect(shown_row(page)).to_have_text("Keep this.")
         row_act(page, "Keep this.", "Rename")
         answer(page, "Something <b>else</b> 🐈")
-        expect(named(page)).to_have_text("Something <b>else</b> 🐈")
+        expect(shown_row(page)).to_have_text("Something <b>else</b> 🐈")
         expect(page.locator(".strip .name").first).to_contain_text("Something <b>else</b> 🐈")
-        conversation_id = named(page).get_attribute("data-id")
+        conversation_id = shown_row(page).get_attribute("data-id")
         with page.expect_download() as download:
             page.click("#export")
         download.value.save_as(tmp_path / "out.jsonl")
@@ -305,7 +305,7 @@ def test_rename_export_and_delete(browser: Any, tiny: HttpRig, tmp_path: Path) -
         assert exported["id"] == conversation_id
         assert [each["role"] for each in exported["messages"]] == ["user", "assistant"]
         assert exported["messages"][0]["content"] == "Keep\nthis."
-    with opened(browser, tiny) as page:  # another browser
+    with open_page(browser, tiny) as page:  # another browser
         row_act(page, "Something", "Delete")
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("#list .open", has_text="Something").first).to_be_focused()
@@ -317,12 +317,12 @@ def test_rename_export_and_delete(browser: Any, tiny: HttpRig, tmp_path: Path) -
 
 
 def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         say(page, "To the first.")
-        first = named(page).get_attribute("data-id")
+        first = shown_row(page).get_attribute("data-id")
         page.click("#new")
         say(page, "To the second.")
-        second = named(page).get_attribute("data-id")
+        second = shown_row(page).get_attribute("data-id")
         held: list[Any] = []
         page.route(MESSAGES, lambda route: route.continue_() if held else held.append(route))
         page.click(f'#list .open[data-id="{first}"]')
@@ -330,7 +330,7 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
         page.press("#text", "Enter")
         page.wait_for_timeout(200)
         held[0].continue_()
-        expect(named(page)).to_have_attribute("data-id", first)
+        expect(shown_row(page)).to_have_attribute("data-id", first)
         expect(page.locator("article.reply .cost")).to_have_count(2)
         assert len(slow.rig.messages(first)) == 4
         assert len(slow.rig.messages(second)) == 2
@@ -344,15 +344,15 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
         expect(page.locator("#text")).to_have_value("")  # the shown conversation has no draft
         assert len(slow.rig.messages(first)) == 4
         page.get_by_role("button", name="Try again").click()
-        expect(named(page)).to_have_attribute("data-id", second)
+        expect(shown_row(page)).to_have_attribute("data-id", second)
         expect(page.locator("#text")).to_have_value("Not for the first.")
 
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
-    with opened(browser, tiny) as page:
+    with open_page(browser, tiny) as page:
         sample(page, max_tokens=35)  # longer replies would soon drop the moved chunks
         say(page, f"First. {LONG}")
-        conversation_id = named(page).get_attribute("data-id")
+        conversation_id = shown_row(page).get_attribute("data-id")
         strip = page.locator(f'.strip[data-id="{conversation_id}"]')
         expect(strip.locator("i.d").first).to_be_visible()
         strip.click()
@@ -385,7 +385,7 @@ def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
 
 
 def test_a_reply_streams_and_is_stopped(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         endless(page)
         for stop in ("click", "Escape"):
             num_replies = page.locator("article.reply").count()
@@ -409,7 +409,7 @@ def test_a_reply_streams_and_is_stopped(browser: Any, slow: HttpRig) -> None:
 
 
 def test_several_conversations_stream_at_the_same_time(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
 
         def pick(title: str) -> None:
@@ -454,7 +454,7 @@ def test_several_conversations_stream_at_the_same_time(browser: Any, slow: HttpR
     assert slow.rig.num_live == 0
 
 
-def given(rig: HttpRig, name: str, *turns: tuple[str, str, str]) -> None:
+def create_elsewhere(rig: HttpRig, name: str, *turns: tuple[str, str, str]) -> None:
     """Create a conversation as another client. A turn is a message, thinking and a reply."""
     messages = []
     for text, thinking, reply in turns:
@@ -467,8 +467,8 @@ def given(rig: HttpRig, name: str, *turns: tuple[str, str, str]) -> None:
     rig.rig.stub.CreateConversation(request)
 
 
-def deleted(rig: HttpRig, name: str) -> None:
-    """Delete a given conversation as another client."""
+def delete_elsewhere(rig: HttpRig, name: str) -> None:
+    """Delete a conversation of `create_elsewhere` as another client."""
     request = pb.DeleteConversationRequest(conversation_id=re.sub(r"\W+", "-", name))
     rig.rig.stub.DeleteConversation(request)
 
@@ -478,8 +478,10 @@ def test_html_in_a_reply_is_shown_as_text_and_thinking_is_folded(
 ) -> None:
     bad = "<img src=x onerror=alert(1)> [a](javascript:alert(1)) <script>alert(1)</script>"
     worse = f"# {bad}\n\n| {bad} |\n|---|\n| {bad} |\n\n> - {bad}\n\n```<b>\n{bad}\n```"
-    given(slow, "folded", ("Hm?", "Let me see.", CODE), ("And?", "", bad), ("Then?", "", worse))
-    with opened(browser, slow) as page:
+    create_elsewhere(
+        slow, "folded", ("Hm?", "Let me see.", CODE), ("And?", "", bad), ("Then?", "", worse)
+    )
+    with open_page(browser, slow) as page:
         page.get_by_role("button", name="folded", exact=True).click()
         fold = page.locator("details.thinking")
         expect(fold).to_have_count(1)
@@ -537,8 +539,8 @@ select name from users -- all
 
 
 def test_markdown_becomes_nodes(browser: Any, slow: HttpRig) -> None:
-    given(slow, "markdown", ("Hm?", "", MARKDOWN))
-    with opened(browser, slow) as page:
+    create_elsewhere(slow, "markdown", ("Hm?", "", MARKDOWN))
+    with open_page(browser, slow) as page:
         page.get_by_role("button", name="markdown", exact=True).click()
         text = page.locator("article.reply .text")
         first = text.locator("> p").first
@@ -574,7 +576,7 @@ def test_markdown_becomes_nodes(browser: Any, slow: HttpRig) -> None:
 
 def test_markdown_of_any_text_takes_little_time(browser: Any, slow: HttpRig) -> None:
     """With these texts, a careless parser recurses without end or takes quadratic time."""
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         for part in (
             "> ",
             "- ",
@@ -602,7 +604,7 @@ def test_a_running_reply_ends_with_a_caret(browser: Any, slow: HttpRig) -> None:
         const hasCaret = each => getComputedStyle(each, "::after").content === '""';
         return [...box.querySelectorAll(".text *")].filter(hasCaret).map(each => each.textContent);
     }"""
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         for content, ends in (
             ("One.\n\nTwo.", "Two."),
             ("- one\n- **two**", "two"),
@@ -613,8 +615,8 @@ def test_a_running_reply_ends_with_a_caret(browser: Any, slow: HttpRig) -> None:
 
 
 def test_copies(browser: Any, slow: HttpRig) -> None:
-    given(slow, "copied", ("Hm?\n\nYes.", "Let me see.", CODE))
-    with opened(browser, slow, permissions=["clipboard-read", "clipboard-write"]) as page:
+    create_elsewhere(slow, "copied", ("Hm?\n\nYes.", "Let me see.", CODE))
+    with open_page(browser, slow, permissions=["clipboard-read", "clipboard-write"]) as page:
         page.get_by_role("button", name="copied", exact=True).click()
         for name, text in (
             ("Copy code", CODE.split("```")[1].removeprefix("python\n").removesuffix("\n")),
@@ -628,8 +630,8 @@ def test_copies(browser: Any, slow: HttpRig) -> None:
 
 
 def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
-    given(slow, "no such prompt", ("Hm?", "", "Yes."))
-    with opened(browser, slow) as page:
+    create_elsewhere(slow, "no such prompt", ("Hm?", "", "Yes."))
+    with open_page(browser, slow) as page:
         page.get_by_role("button", name="Settings").click()
         expect(page.locator("#set-temperature-value")).to_have_text(re.compile("^Default"))
         page.get_by_label("Temperature").fill("0.3")
@@ -663,7 +665,7 @@ def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
         assert json.loads(sent.value.post_data)["sampling"] == {}
 
 
-def dated(page: Any, days: dict[str, int]) -> None:
+def set_days(page: Any, days: dict[str, int]) -> None:
     """Let the list say that each conversation changed this many days ago."""
 
     def change(route: Any) -> None:
@@ -686,8 +688,8 @@ def test_the_list_has_titles_and_days_of_all_conversations(browser: Any, slow: H
         messages[1].role = pb.ROLE_ASSISTANT
         request = pb.CreateConversationRequest(conversation_id=name, messages=messages)
         slow.rig.stub.CreateConversation(request)
-    with opened(browser, slow) as page:
-        dated(page, days)
+    with open_page(browser, slow) as page:
+        set_days(page, days)
         page.reload()
         for day, numbers in (
             ("Today", [0]),
@@ -705,14 +707,16 @@ def test_the_list_has_titles_and_days_of_all_conversations(browser: Any, slow: H
 
 
 def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
-    given(slow, "Botany", ("Hm?", "", "The *Quercus* is an oak."))
-    given(slow, "An oak chest", ("Hm?", "", "Of wood."))
+    create_elsewhere(slow, "Botany", ("Hm?", "", "The *Quercus* is an oak."))
+    create_elsewhere(slow, "An oak chest", ("Hm?", "", "Of wood."))
     hay = [("Hm?", "", f"Hay. {LONG}") for _ in range(8)]
     hay[3] = ("Hm?", "", f"{LONG}\n\nHere is *the* needle. {LONG}")
-    given(slow, "Haystack", *hay)
-    given(slow, "Powers", ("Hm?", "", "A **bold** claim: 2**3 is 8."))
-    given(slow, f"A title that has many words before the end {'and more ' * 3}", *hay[:1])
-    with opened(browser, slow) as page:
+    create_elsewhere(slow, "Haystack", *hay)
+    create_elsewhere(slow, "Powers", ("Hm?", "", "A **bold** claim: 2**3 is 8."))
+    create_elsewhere(
+        slow, f"A title that has many words before the end {'and more ' * 3}", *hay[:1]
+    )
+    with open_page(browser, slow) as page:
         rows, found = page.locator("#list .open"), page.locator("#found")
         page.fill("#search", "OAK")
         expect(found).to_have_text("2 conversations found.")
@@ -751,8 +755,8 @@ def test_an_opened_conversation_shows_its_title_and_has_the_focus(
     browser: Any, slow: HttpRig
 ) -> None:
     for number in range(20):
-        given(slow, f"row {number}", ("Hm?", "", "Yes."))
-    with opened(browser, slow) as page:
+        create_elsewhere(slow, f"row {number}", ("Hm?", "", "Yes."))
+    with open_page(browser, slow) as page:
         row = page.locator("#list li", has_text="row 0")
         icons = row.locator(".icon")
         row.locator(".open").click()
@@ -770,9 +774,9 @@ def test_an_opened_conversation_shows_its_title_and_has_the_focus(
 
 
 def test_the_examples_are_for_the_model(browser: Any, tiny: HttpRig, slow: HttpRig) -> None:
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         expect(page.locator(".examples")).to_contain_text("Python")
-    with opened(browser, tiny) as page:
+    with open_page(browser, tiny) as page:
         sample(page, temperature=0)
         expect(page.locator(".welcome")).to_contain_text("The built-in model is tiny.")
         for number, reply in enumerate(("Pixel", "4821", "piano", "I will remember")):
@@ -789,7 +793,7 @@ def test_a_long_name_of_a_model_takes_one_line(browser: Any, slow: HttpRig) -> N
         value["server"]["model"] = "/models/organisation/a-name-" + "that-is-long-" * 6
         route.fulfill(response=found, json=value)
 
-    with opened(browser, slow, PHONE) as page:
+    with open_page(browser, slow, PHONE) as page:
         field = page.locator("#text")
         expect(field).to_have_attribute("placeholder", re.compile("^Message "))
         height = field.bounding_box()["height"]
@@ -800,7 +804,7 @@ def test_a_long_name_of_a_model_takes_one_line(browser: Any, slow: HttpRig) -> N
 
 
 def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         example = page.locator(".examples button").first
         text = example.locator(".note").inner_text()
         page.fill("#text", "A draft.")
@@ -814,7 +818,7 @@ def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
 
 
 def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None:
-    with opened(browser, tiny) as page:
+    with open_page(browser, tiny) as page:
         headline = page.locator("#saved .headline")
         expect(headline).to_have_text("Nothing measured yet")
         say(page, "My name is Ada.")
@@ -854,7 +858,7 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
 
 
 def test_the_drawer_opens_by_itself_in_a_spacious_window(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, (1280, 800)) as page:
+    with open_page(browser, slow, (1280, 800)) as page:
         drawer = page.locator("#memory")
         expect(page.locator(".examples")).to_be_visible()
         expect(drawer).to_be_hidden()
@@ -862,13 +866,13 @@ def test_the_drawer_opens_by_itself_in_a_spacious_window(browser: Any, slow: Htt
         expect(drawer).to_be_visible()
         page.reload()
         expect(drawer).to_be_visible()  # the browser keeps the choice
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         expect(page.locator("#memory")).to_be_visible()
 
 
 def test_the_drawer_says_that_nothing_is_cached(browser: Any, slow: HttpRig) -> None:
-    given(slow, "not cached", ("Hm?", "", "Yes."))
-    with opened(browser, slow) as page:
+    create_elsewhere(slow, "not cached", ("Hm?", "", "Yes."))
+    with open_page(browser, slow) as page:
         headline = page.locator("#saved .headline")
         page.get_by_role("button", name="not cached", exact=True).click()
         expect(headline).to_have_text(re.compile(r"^0\s% is in memory"))
@@ -884,7 +888,7 @@ def test_a_new_conversation_is_named_before_the_daemon_answers(browser: Any, slo
         seen.append(page.locator("#title").inner_text())
         route.continue_()
 
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         page.route("**/CreateConversation", look)
         say(page, "The name of\nthis one.")
         assert seen == ["The name of this one."]
@@ -897,7 +901,7 @@ def test_a_refused_first_message_leaves_no_conversation(browser: Any, tiny: Http
         return {each.conversation_id for each in found.conversations}
 
     before, text = stored(), "word " * 1200
-    with opened(browser, tiny, is_quiet=False) as page:
+    with open_page(browser, tiny, is_quiet=False) as page:
         alert = page.get_by_role("alert")
         page.fill("#text", text)
         for _ in range(2):
@@ -910,20 +914,20 @@ def test_a_refused_first_message_leaves_no_conversation(browser: Any, tiny: Http
             expect(again).to_have_count(0)  # the same text cannot fit later
             expect(page.locator("#send")).to_be_visible()
             expect(page.locator("#text")).to_have_value(text.strip())
-            expect(named(page)).to_have_count(0)
+            expect(shown_row(page)).to_have_count(0)
             assert stored() == before
         say(page, "Short.")
-        expect(named(page)).to_have_text("Short.")
+        expect(shown_row(page)).to_have_text("Short.")
         assert len(stored() - before) == 1
         page.fill("#text", text)
         page.press("#text", "Enter")
         expect(alert).to_contain_text("Shorten the message.")
         expect(alert).not_to_contain_text("Start a new conversation")
 
-    given(tiny, "almost full", (LONG * 3, "", LONG * 2))
-    with opened(browser, tiny, is_quiet=False) as page:
+    create_elsewhere(tiny, "almost full", (LONG * 3, "", LONG * 2))
+    with open_page(browser, tiny, is_quiet=False) as page:
         page.get_by_role("button", name="almost full", exact=True).click()
-        expect(named(page)).to_have_text("almost full")
+        expect(shown_row(page)).to_have_text("almost full")
         page.fill("#text", LONG * 3)
         page.press("#text", "Enter")
         expect(page.get_by_role("alert")).to_contain_text("Start a new conversation")
@@ -933,7 +937,7 @@ def test_the_page_asks_for_a_token(browser: Any, tmp_path: Path) -> None:
     given_token, entry = callers.new_token("red", admin=False)
     tokens = callers.tokens_of(tmp_path / "tokens", entry.encode())
     with http_rig(tmp_path / "data", http={"tokens": tokens}) as rig:
-        with opened(browser, rig, is_quiet=False) as page:
+        with open_page(browser, rig, is_quiet=False) as page:
             box = page.get_by_role("dialog", name="Enter your token")
             box.get_by_label("Token").fill("wrong")
             page.click("#ask-yes")
@@ -942,13 +946,13 @@ def test_the_page_asks_for_a_token(browser: Any, tmp_path: Path) -> None:
             say(page, "Let in.")
             page.reload()  # the tab keeps the token
             expect(page.locator("#list .open")).to_have_text("Let in.")
-        with opened(browser, rig, is_quiet=False) as page:
+        with open_page(browser, rig, is_quiet=False) as page:
             page.get_by_role("button", name="Cancel").click()
             expect(page.get_by_role("alert")).to_be_visible()
 
 
 def test_the_page_reports_a_lost_daemon_and_a_retry_runs_once(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         memory = "**/pensieve/memory"
         page.route(memory, lambda route: route.abort())
         page.reload()
@@ -957,7 +961,7 @@ def test_the_page_reports_a_lost_daemon_and_a_retry_runs_once(browser: Any, slow
         page.unroute(memory)
         expect(banner).to_be_hidden(timeout=30_000)
 
-        page.route(SEND, lost)
+        page.route(SEND, lose_answer)
         page.fill("#text", "Said once.")
         page.press("#text", "Enter")
         alert = page.get_by_role("alert")
@@ -982,7 +986,7 @@ def test_a_retry_sends_the_refused_message(browser: Any, slow: HttpRig) -> None:
         sent.append(json.loads(route.request.post_data)["request_id"])
         route.fulfill(status=503, json=refusal)
 
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         say(page, "Hello.")
         page.route(SEND, refuse)
         page.fill("#text", "Refused at first.")
@@ -1003,7 +1007,7 @@ def test_a_retry_sends_the_refused_message(browser: Any, slow: HttpRig) -> None:
 def test_a_refused_message_and_the_next_draft_are_kept(browser: Any, slow: HttpRig) -> None:
     held: list[Any] = []
     refusal = {"error": {"message": "the daemon is busy", "code": "unavailable"}}
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         for before in ((), ("Hello.",)):
             page.click("#new")
             for text in before:
@@ -1028,15 +1032,15 @@ def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
     browser: Any, slow: HttpRig
 ) -> None:
     """The daemon refuses a turn while another conversation is being opened."""
-    given(slow, "opened meanwhile", ("Hm?", "", "Yes."))
+    create_elsewhere(slow, "opened meanwhile", ("Hm?", "", "Yes."))
     refusal = {"error": {"message": "the daemon is busy", "code": "unavailable"}}
     refused: list[Any] = []
     loading: list[Any] = []
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         field = page.locator("#text")
         row = page.get_by_role("button", name="opened meanwhile", exact=True)
         row.click()
-        expect(named(page)).to_have_text("opened meanwhile")
+        expect(shown_row(page)).to_have_text("opened meanwhile")
         page.fill("#text", "For this conversation.")
         page.click("#new")
         page.route("**/CreateConversation", lambda route: refused.append(route))
@@ -1051,7 +1055,7 @@ def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
         expect(page.get_by_role("alert")).to_be_visible()
         expect(field).to_have_value("For this conversation.")
         loading.pop().continue_()
-        expect(named(page)).to_have_text("opened meanwhile")
+        expect(shown_row(page)).to_have_text("opened meanwhile")
         expect(field).to_have_value("For this conversation.")
         page.click("#new")
         expect(field).to_have_value("Refused.")
@@ -1059,19 +1063,19 @@ def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
 
 def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) -> None:
     """The page says so, and the unsent text becomes the draft of a new conversation."""
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         field, alert = page.locator("#text"), page.get_by_role("alert")
 
         def pick(name: str) -> Any:
             """Open a new conversation and return its row."""
-            given(slow, name, ("Hm?", "", "Yes."))
+            create_elsewhere(slow, name, ("Hm?", "", "Yes."))
             page.reload()
             row = page.get_by_role("button", name=name, exact=True)
             row.click()
-            expect(named(page)).to_have_text(name)
+            expect(shown_row(page)).to_have_text(name)
             return row
 
-        def is_forgotten(row: Any, words: str, text: str) -> None:
+        def check_forgotten(row: Any, words: str, text: str) -> None:
             expect(alert).to_have_text(words)
             expect(row).to_have_count(0)
             expect(page.locator("#title")).to_have_text("New conversation")
@@ -1080,10 +1084,10 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
             page.fill("#text", "")
 
         row = pick("gone 1")
-        deleted(slow, "gone 1")
+        delete_elsewhere(slow, "gone 1")
         page.fill("#text", "Who are you?")
         page.press("#text", "Enter")
-        is_forgotten(row, "“gone 1” was deleted elsewhere.", "Who are you?")
+        check_forgotten(row, "“gone 1” was deleted elsewhere.", "Who are you?")
         expect(field).to_be_focused()
         say(page, "And now?")
         expect(alert).to_have_count(0)
@@ -1094,9 +1098,9 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
         act(page, "user", 1, "Edit message")
         page.get_by_label(EDIT).fill("Edited.")
         page.fill("#text", "The next one.")
-        deleted(slow, "gone 2")
+        delete_elsewhere(slow, "gone 2")
         page.get_by_label(EDIT).press("Enter")
-        is_forgotten(row, "“gone 2” was deleted elsewhere.", "Edited.\n\nThe next one.")
+        check_forgotten(row, "“gone 2” was deleted elsewhere.", "Edited.\n\nThe next one.")
 
         row = pick("gone 3")
         endless(page)
@@ -1104,31 +1108,31 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
         page.press("#text", "Enter")
         expect(page.locator("article.reply .text").last).not_to_be_empty()
         page.fill("#text", "The next one.")
-        deleted(slow, "gone 3")
-        is_forgotten(row, "“gone 3” was deleted elsewhere.", "Talk to me.\n\nThe next one.")
+        delete_elsewhere(slow, "gone 3")
+        check_forgotten(row, "“gone 3” was deleted elsewhere.", "Talk to me.\n\nThe next one.")
 
         row = pick("gone 4")
         page.fill("#text", "Not yet sent.")
         page.click("#new")
-        deleted(slow, "gone 4")
+        delete_elsewhere(slow, "gone 4")
         row.click()
-        is_forgotten(row, "“gone 4” was deleted elsewhere.", "Not yet sent.")
+        check_forgotten(row, "“gone 4” was deleted elsewhere.", "Not yet sent.")
 
         row = pick("gone 5")
         page.fill("#text", "Not yet sent.")
-        deleted(slow, "gone 5")
+        delete_elsewhere(slow, "gone 5")
         page.reload()
-        is_forgotten(row, "This conversation was deleted elsewhere.", "Not yet sent.")
+        check_forgotten(row, "This conversation was deleted elsewhere.", "Not yet sent.")
         assert "gone" not in page.url
 
         row = pick("gone 6")
-        deleted(slow, "gone 6")
+        delete_elsewhere(slow, "gone 6")
         row_act(page, "gone 6", "Rename")
         answer(page, "Another name")
-        is_forgotten(row, "“gone 6” was deleted elsewhere.", "")
+        check_forgotten(row, "“gone 6” was deleted elsewhere.", "")
 
         row = pick("gone 7")
-        deleted(slow, "gone 7")
+        delete_elsewhere(slow, "gone 7")
         row_act(page, "gone 7", "Delete")
         page.click("#ask-yes")
         expect(row).to_have_count(0)
@@ -1136,14 +1140,14 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
 
         row = pick("gone 8")
         page.fill("#text", "Not yet sent.")
-        deleted(slow, "gone 8")
+        delete_elsewhere(slow, "gone 8")
         page.evaluate(RETURN)
-        is_forgotten(row, "“gone 8” was deleted elsewhere.", "Not yet sent.")
+        check_forgotten(row, "“gone 8” was deleted elsewhere.", "Not yet sent.")
 
 
 def test_a_deletion_on_the_page_ends_the_running_reply(browser: Any, slow: HttpRig) -> None:
     answers: list[Any] = []
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         endless(page)
         page.fill("#text", "To be deleted.")
         page.press("#text", "Enter")
@@ -1163,7 +1167,7 @@ def test_a_deletion_on_the_page_ends_the_running_reply(browser: Any, slow: HttpR
 def test_the_list_is_loaded_again_when_the_user_returns(browser: Any, slow: HttpRig) -> None:
     for number in range(7):
         reply = "A lighthouse." if number > 2 else "Yes."
-        given(slow, f"early {number}", ("Hm?", "", reply))
+        create_elsewhere(slow, f"early {number}", ("Hm?", "", reply))
     lists: list[Any] = []
 
     def few(route: Any) -> None:
@@ -1171,7 +1175,7 @@ def test_the_list_is_loaded_again_when_the_user_returns(browser: Any, slow: Http
         lists.append(route)
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "page_size": 3}))
 
-    with opened(browser, slow) as page:
+    with open_page(browser, slow) as page:
         page.route(LIST, few)
         page.reload()
         rows, found = page.locator("#list .open"), page.locator("#found")
@@ -1182,18 +1186,18 @@ def test_the_list_is_loaded_again_when_the_user_returns(browser: Any, slow: Http
         page.click("#more")
         expect(rows).to_have_count(6)
         row("early 3").click()
-        expect(named(page)).to_have_text("early 3")
+        expect(shown_row(page)).to_have_text("early 3")
         page.fill("#text", "Not yet sent.")
         page.evaluate("$('text').setSelectionRange(4, 7)")
-        given(slow, "begun elsewhere", ("Hm?", "", "Another lighthouse."))
-        deleted(slow, "early 6")
+        create_elsewhere(slow, "begun elsewhere", ("Hm?", "", "Another lighthouse."))
+        delete_elsewhere(slow, "early 6")
         lists.clear()
         page.evaluate(RETURN)
         expect(row("begun elsewhere")).to_have_count(1)
         expect(row("early 6")).to_have_count(0)
         expect(rows).to_have_count(6)  # the second page stays, too
         expect(page.locator("#more")).to_be_visible()
-        expect(named(page)).to_have_text("early 3")
+        expect(shown_row(page)).to_have_text("early 3")
         expect(page.locator("#text")).to_have_value("Not yet sent.")
         expect(page.locator("#text")).to_be_focused()
         assert page.evaluate("[$('text').selectionStart, $('text').selectionEnd]") == [4, 7]
@@ -1205,8 +1209,8 @@ def test_the_list_is_loaded_again_when_the_user_returns(browser: Any, slow: Http
 
         page.fill("#search", "lighthouse")
         expect(found).to_have_text(re.compile(r"^4 conversations found\."))
-        given(slow, "found elsewhere", ("Hm?", "", "The third lighthouse."))
-        deleted(slow, "early 5")
+        create_elsewhere(slow, "found elsewhere", ("Hm?", "", "The third lighthouse."))
+        delete_elsewhere(slow, "early 5")
         page.evaluate(RETURN)
         expect(found).to_have_text(re.compile(r"^4 conversations found\."))
         expect(rows.filter(has_text="found elsewhere")).to_contain_text("The third lighthouse.")
@@ -1216,9 +1220,9 @@ def test_the_list_is_loaded_again_when_the_user_returns(browser: Any, slow: Http
 
 
 def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
-    given(slow, "unreachable 1", ("Hm?", "", "Yes."))
-    given(slow, "unreachable 2", ("Hm?", "", "Yes."))
-    with opened(browser, slow, is_quiet=False) as page:
+    create_elsewhere(slow, "unreachable 1", ("Hm?", "", "Yes."))
+    create_elsewhere(slow, "unreachable 2", ("Hm?", "", "Yes."))
+    with open_page(browser, slow, is_quiet=False) as page:
         page.route(MESSAGES, lambda route: route.abort())
         alert = page.get_by_role("alert")
         for title in ("unreachable 1", "unreachable 2"):
@@ -1235,9 +1239,9 @@ def test_errors_do_not_pile_up(browser: Any, slow: HttpRig) -> None:
 
 
 def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: HttpRig) -> None:
-    given(slow, "another one", ("Hm?", "", "Yes."))
+    create_elsewhere(slow, "another one", ("Hm?", "", "Yes."))
     half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         page.route(SEND, lambda route: route.fulfill(content_type="text/event-stream", body=half))
         page.fill("#text", "A long\nquestion.")
         page.press("#text", "Enter")
@@ -1247,13 +1251,13 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
             expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
             expect(page.locator(".waiting, .running")).to_have_count(0)
             assert user_messages(page) == ["A long\nquestion."]
-            expect(named(page)).to_have_text("A long question.")
+            expect(shown_row(page)).to_have_text("A long question.")
             page.get_by_role("button", name="another one", exact=True).click()
             expect(reply).to_have_text("ReplyYes.")
             page.get_by_role("button", name="A long question.", exact=True).click()
-        expect(named(page)).to_have_text("A long question.")
+        expect(shown_row(page)).to_have_text("A long question.")
         page.reload()  # nothing of it is in the history
-        expect(named(page)).to_have_text("A long question.")
+        expect(shown_row(page)).to_have_text("A long question.")
         expect(page.locator(".welcome")).to_have_count(0)
         expect(reply).to_contain_text("Half a reply")
         expect(reply.get_by_role("alert")).to_contain_text("The reply was interrupted.")
@@ -1265,14 +1269,14 @@ def test_an_interrupted_reply_stays_in_its_conversation(browser: Any, slow: Http
         act(page, "user", 0, "Edit message")
         page.get_by_label(EDIT).fill("A short question.")
         page.keyboard.press("Enter")
-        expect(named(page)).to_have_text("A short question.")
+        expect(shown_row(page)).to_have_text("A short question.")
 
 
 def test_an_interrupted_message_is_removed_only_after_confirmation(
     browser: Any, slow: HttpRig
 ) -> None:
     half = 'data: {"delta": {"text": "Half a reply"}}\n\n'
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         say(page, "Hello.")
         page.route(SEND, lambda route: route.fulfill(content_type="text/event-stream", body=half))
         page.fill("#text", "Interrupted.")
@@ -1308,8 +1312,8 @@ def test_an_interrupted_message_is_removed_only_after_confirmation(
 
 
 def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
-        page.route(SEND, lost)
+    with open_page(browser, slow, is_quiet=False) as page:
+        page.route(SEND, lose_answer)
         page.fill("#text", "Stored.")
         page.press("#text", "Enter")
         expect(page.get_by_role("alert")).to_contain_text("The reply was interrupted.")
@@ -1325,9 +1329,9 @@ def test_an_interrupted_question_that_is_stored_stays(browser: Any, slow: HttpRi
 def test_an_edit_does_not_remove_a_reply_that_was_stored_meanwhile(
     browser: Any, slow: HttpRig
 ) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         say(page, "Hello.")
-        page.route(SEND, lost)
+        page.route(SEND, lose_answer)
         page.fill("#text", "Stored.")
         page.press("#text", "Enter")
         expect(page.get_by_role("alert")).to_contain_text("The reply was interrupted.")
@@ -1343,7 +1347,7 @@ def test_an_edit_does_not_remove_a_reply_that_was_stored_meanwhile(
 
 
 def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         say(page, "Hello.")
         page.fill("#text", "For this conversation.")
         held: list[Any] = []
@@ -1352,7 +1356,7 @@ def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRi
         page.press("#text", "Enter")
         expect(page.get_by_role("alert")).to_contain_text("This conversation is loading.")
         held.pop().continue_()
-        expect(named(page)).to_have_text("Hello.")
+        expect(shown_row(page)).to_have_text("Hello.")
         expect(page.get_by_role("alert")).to_have_count(0)
         page.press("#text", "Enter")
         expect(page.locator("article.reply .cost")).to_be_visible()
@@ -1366,7 +1370,7 @@ def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRi
 
 
 def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         reply, runs = page.locator("article.reply .text"), page.locator("#list .runs")
         endless(page)
         for text in ("Left behind.", "Reloaded."):
@@ -1382,7 +1386,7 @@ def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
             page.reload()
         first, second = (json.loads(each.value.post_data) for each in (sent, again))
         assert first["request_id"] == second["request_id"]
-        expect(named(page)).to_have_text(re.compile("^Reloaded."))
+        expect(shown_row(page)).to_have_text(re.compile("^Reloaded."))
         expect(reply).to_contain_text(early)
         assert user_messages(page) == ["Reloaded."]
         expect(runs).to_have_count(2)
@@ -1403,7 +1407,7 @@ def test_replies_continue_after_a_reload(browser: Any, slow: HttpRig) -> None:
 
 def test_a_failed_reconnection_closes_its_stream(browser: Any, slow: HttpRig) -> None:
     """A browser opens only six connections to a host. With six forgotten streams, all calls would hang."""
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         memory = "**/pensieve/memory"
         page.route(memory, lambda route: route.abort())
         page.route(LIST, lambda route: route.fulfill(status=500, json={}))
@@ -1429,11 +1433,11 @@ def loading(rig: HttpRig) -> Iterator[None]:
 def test_the_page_waits_while_the_model_loads(browser: Any, slow: HttpRig, is_open: bool) -> None:
     """The page is opened before or after the start of the daemon."""
     title = f"stored before, {is_open}"
-    given(slow, title, ("Hm?", "", "Yes."))
-    with opened(browser, slow, is_quiet=False) as page:
+    create_elsewhere(slow, title, ("Hm?", "", "Yes."))
+    with open_page(browser, slow, is_quiet=False) as page:
         banner = page.locator("#banner")
         page.get_by_role("button", name=title, exact=True).click()
-        expect(named(page)).to_have_text(title)
+        expect(shown_row(page)).to_have_text(title)
         with loading(slow):
             page.evaluate(RECONNECT) if is_open else page.reload()
             expect(banner).to_have_text("The model is loading …")
@@ -1442,12 +1446,12 @@ def test_the_page_waits_while_the_model_loads(browser: Any, slow: HttpRig, is_op
             if not is_open:
                 expect(page.locator("#list")).to_have_text("Loading conversations …")
         expect(banner).to_be_hidden()
-        expect(named(page)).to_have_text(title)
+        expect(shown_row(page)).to_have_text(title)
         expect(page.locator("article.user")).to_have_count(1)
 
 
 def test_a_message_waits_while_the_model_loads(browser: Any, slow: HttpRig) -> None:
-    with opened(browser, slow, is_quiet=False) as page:
+    with open_page(browser, slow, is_quiet=False) as page:
         expect(page.locator(".strip, #strips .note").first).to_be_visible()
         say(page, "Before the restart.")
         expect(page.locator(".strip").first).to_be_visible()
@@ -1491,7 +1495,7 @@ def tab_to(page: Any, name: str, key: str = "Tab") -> None:
 
 
 def test_the_keyboard_is_enough(browser: Any, tiny: HttpRig) -> None:
-    with opened(browser, tiny) as page:
+    with open_page(browser, tiny) as page:
         expect(page.locator("#text")).to_be_focused()
         page.keyboard.type("By hand")
         page.keyboard.press("Shift+Enter")
@@ -1502,13 +1506,13 @@ def test_the_keyboard_is_enough(browser: Any, tiny: HttpRig) -> None:
         expect(page.locator("#text")).to_be_focused()
         tab_to(page, "New conversation from here", "Shift+Tab")
         page.keyboard.press("Enter")
-        expect(named(page)).to_have_text("Fork of By hand alone.")
+        expect(shown_row(page)).to_have_text("Fork of By hand alone.")
         tab_to(page, "Rename Fork of By hand", "Shift+Tab")
         page.keyboard.press("Enter")
         expect(page.locator("#ask-text")).to_be_focused()
         page.keyboard.type("By keys")  # replaces the selected text
         page.keyboard.press("Enter")
-        expect(named(page)).to_contain_text("By keys")
+        expect(shown_row(page)).to_contain_text("By keys")
         assert focused(page) == "By keys"
         tab_to(page, "Delete By keys")
         page.keyboard.press("Enter")
@@ -1537,9 +1541,9 @@ def drawer(page: Any, name: str) -> None:
 def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], scheme: str) -> None:
     """Apply axe-core's rules in each state of the page. Its script is exempt from the page's policy."""
     name = f"axe-{size[0]}-{scheme}"
-    given(tiny, name, ("Hm?", "Let me see.", CODE))
+    create_elsewhere(tiny, name, ("Hm?", "Let me see.", CODE))
     looks: dict[str, Any] = {"color_scheme": scheme, "bypass_csp": True, "reduced_motion": "reduce"}
-    with opened(browser, tiny, size, **looks) as page:
+    with open_page(browser, tiny, size, **looks) as page:
         expect(page.locator(".examples")).to_be_visible()
         assert rules_broken(page) == []
         say(page, "A message.")
@@ -1584,23 +1588,23 @@ def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], s
 
 def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
     title = "x" * 80
-    given(slow, title, ("y" * 300, "z" * 300, f"{CODE} {'w' * 300}"))
+    create_elsewhere(slow, title, ("y" * 300, "z" * 300, f"{CODE} {'w' * 300}"))
 
-    def is_narrow(*selectors: str) -> None:
+    def check_narrow(*selectors: str) -> None:
         for selector in ("html", *selectors):
             wide, seen = page.locator(selector).evaluate(
                 "each => [each.scrollWidth, each.clientWidth]"
             )
             assert wide <= seen, selector
 
-    with opened(browser, slow, (320, 640)) as page:
+    with open_page(browser, slow, (320, 640)) as page:
         lists = page.get_by_role("button", name="Conversations", exact=True)
         memory = page.get_by_role("button", name="Memory", exact=True)
         expect(page.locator("#server")).to_contain_text("builtin")
-        is_narrow("#chat", "#log")
+        check_narrow("#chat", "#log")
         lists.click()
         expect(page.locator("#sidebar")).to_be_visible()
-        is_narrow("#sidebar")
+        check_narrow("#sidebar")
         page.keyboard.press("Escape")
         expect(page.locator("#sidebar")).to_be_hidden()
         expect(lists).to_be_focused()
@@ -1608,11 +1612,11 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
         page.get_by_role("button", name=title, exact=True).click()
         expect(page.locator("#sidebar")).to_be_hidden()
         expect(page.locator("article.reply")).to_be_visible()
-        is_narrow("#chat", "#log")
+        check_narrow("#chat", "#log")
         memory.click()
         expect(page.locator("#memory")).to_be_visible()
         expect(page.locator("#memory-close")).to_be_focused()
-        is_narrow("#memory")
+        check_narrow("#memory")
         page.locator("#shade").click(position={"x": 5, "y": 300})
         expect(page.locator("#memory")).to_be_hidden()
         expect(memory).to_be_focused()
@@ -1623,13 +1627,13 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
 
 
 def test_a_touch_screen_has_menus_and_large_buttons(browser: Any, slow: HttpRig) -> None:
-    given(slow, "touched", ("Hm?", "", CODE))
-    given(slow, "not touched", ("Hm?", "", CODE))
+    create_elsewhere(slow, "touched", ("Hm?", "", CODE))
+    create_elsewhere(slow, "not touched", ("Hm?", "", CODE))
     touch: dict[str, Any] = {"has_touch": True, "is_mobile": True}
     small = """() => [...document.querySelectorAll("button, summary")]
         .filter(each => each.checkVisibility() && !each.closest(".examples"))
         .filter(each => Math.min(each.offsetWidth, each.offsetHeight) < 44).map(each => each.outerHTML)"""
-    with opened(browser, slow, PHONE, **touch) as page:
+    with open_page(browser, slow, PHONE, **touch) as page:
         more = page.get_by_role("button", name="More", exact=True)
         more.tap()
         expect(page.locator("#menu button")).to_have_text(["Settings"])

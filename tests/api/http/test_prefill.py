@@ -123,7 +123,7 @@ def test_openais_and_anthropics_clients_continue_the_same_way(server: HttpRig) -
 
 
 def test_without_vllms_fields_the_reply_is_a_new_message(server: HttpRig) -> None:
-    """OpenAI's own behaviour."""
+    """This is OpenAI's own behaviour."""
     answer = ask(server, USER, BEGUN)
     contents = [
         each.content for each in server.rig.messages(answer.headers["x-pensieve-conversation-id"])

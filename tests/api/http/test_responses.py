@@ -242,9 +242,8 @@ def test_a_background_response_fails_if_the_daemon_stops(tmp_path: Path) -> None
 def test_a_response_is_stored_in_the_transaction_of_its_turn(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with http_rig(data, model=True) as server:
-        server.rig.call(
-            _stop_keeping(server)
-        )  # from here on, only a turn's own transaction writes a response
+        # From here on, only a turn's own transaction writes a response.
+        server.rig.call(_stop_keeping(server))
         first = respond(server, "One.")
     with http_rig(data, model=True) as server:
         path = f"/v1/responses/{first.value['id']}"

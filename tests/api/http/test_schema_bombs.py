@@ -110,7 +110,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_schema(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def bodies_with_schema(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (name, path, body) for each place where a schema is allowed."""
     messages = [{"role": "user", "content": "hi"}]
     chat = {"messages": messages, "max_tokens": 3}
@@ -131,7 +131,7 @@ def with_schema(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def bombs() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name, schema in SCHEMAS.items():
-        for place, path, body in with_schema(schema):
+        for place, path, body in bodies_with_schema(schema):
             yield f"{name} in {place}", path, body
     for name, members in FORMS.items():
         messages = [{"role": "user", "content": "hi"}]

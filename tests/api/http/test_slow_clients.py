@@ -24,7 +24,7 @@ from pensieve.api.http.listener import (
 )
 from pensieve.guard.request_bodies import RECEIVING_MAX, BodyLimits
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
-from tests.api.http.test_front import connected, received
+from tests.api.http.test_front import connect, receive_all
 from tests.conversations.rig_daemon import ECHO, PATIENCE_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -86,9 +86,9 @@ def drip(sockets: list[socket.socket], pieces: Iterator[bytes]) -> list[socket.s
 
 def test_slow_heads_and_bodies_are_cut_off_while_a_stream_continues(rig: HttpRig) -> None:
     streaming = Streaming(rig, 1500)
-    heads = [connected(rig) for _ in range(NUM_SLOW)]
-    bodies = [connected(rig) for _ in range(NUM_SLOW)]
-    chunked = [connected(rig) for _ in range(NUM_SLOW)]
+    heads = [connect(rig) for _ in range(NUM_SLOW)]
+    bodies = [connect(rig) for _ in range(NUM_SLOW)]
+    chunked = [connect(rig) for _ in range(NUM_SLOW)]
     for sock in heads:
         sock.sendall(f"GET /version HTTP/1.1\r\nhost: {rig.address}\r\n".encode())
     for sock in bodies:
@@ -120,22 +120,22 @@ def test_slow_heads_and_bodies_are_cut_off_while_a_stream_continues(rig: HttpRig
 
 
 def test_a_slow_body_gets_408(rig: HttpRig) -> None:
-    with connected(rig) as sock:
+    with connect(rig) as sock:
         sock.sendall(head(rig, "POST", CHAT, "content-length: 1000") + b"{")
-        answer = received(sock)
+        answer = receive_all(sock)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"timeout"' in answer
 
 
 def test_short_bodies_do_not_wait_behind_slow_long_bodies(rig: HttpRig) -> None:
     begun = exchange_module.SHORT_BODY_BYTES + 1000
-    long = [connected(rig) for _ in range(2 * RECEIVING_MAX)]
+    long = [connect(rig) for _ in range(2 * RECEIVING_MAX)]
     for sock in long:
         sock.sendall(head(rig, "POST", CHAT, f"content-length: {begun + 10}") + b" " * begun)
     for _ in range(5):
         assert rig.chat("Short").status == 200
     for sock in long:
-        assert received(sock).startswith(b"HTTP/1.1 408")
+        assert receive_all(sock).startswith(b"HTTP/1.1 408")
         sock.close()
 
 
@@ -173,7 +173,7 @@ def test_a_flood_of_connections_is_accepted_a_few_at_a_time(rig: HttpRig) -> Non
             rig.rig._loop.call_soon(look, len(connections))
 
     rig.rig._loop.call_soon_threadsafe(look, len(connections))
-    flood = [connected(rig) for _ in range(400)]
+    flood = [connect(rig) for _ in range(400)]
     assert are_in.wait(PATIENCE_SECONDS)
     assert max(grown) <= 2 * ACCEPTED_AT_ONCE
     for sock in flood:
@@ -210,8 +210,8 @@ def test_idle_connections_block_no_request_and_are_closed(
     rig: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
-    idle = [connected(rig) for _ in range(300)]
+    idle = [connect(rig) for _ in range(300)]
     assert rig.chat("Meanwhile").status == 200
-    assert [received(sock) for sock in idle] == [b""] * 300
+    assert [receive_all(sock) for sock in idle] == [b""] * 300
     for sock in idle:
         sock.close()

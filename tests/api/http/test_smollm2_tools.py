@@ -1,4 +1,4 @@
-"""smollm2 calls tools through OpenAI's API: with random weights, and with its own if it was fetched."""
+"""smollm2 calls tools through OpenAI's API, with random weights and, if fetched, with its own weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from pensieve.launch.model_folder import resolve_model
 from pensieve.launch.smollm2 import is_cached
 from tests.api.http.rig_http import MODEL_ENGINE, MODEL_SETTINGS, http_rig
-from tests.api.http.test_held_calls import SCHEMAS, a_model, check, tools
+from tests.api.http.test_held_calls import SCHEMAS, check, tools, write_random_model
 from tests.text.families import SMOLLM2
 
 QUESTION = {"role": "user", "content": "How is the weather in Oslo for the next 3 days?"}
@@ -26,7 +26,7 @@ def client(
 ) -> Iterator[openai.OpenAI]:
     folder = Path(tmp_path_factory.mktemp("tools"))
     if request.param == "random weights":
-        model = a_model(folder / "model", SMOLLM2)
+        model = write_random_model(folder / "model", SMOLLM2)
     elif is_cached():
         model = resolve_model("smollm2")
     else:

@@ -16,7 +16,7 @@ class Named(NamedTuple):
     labels: frozenset[str]
 
 
-def named(expression: str) -> Named:
+def names_in(expression: str) -> Named:
     labels: set[str] = set()
     for found in LABEL_LISTS.findall(expression):
         labels |= {each.strip() for each in found.split(",")}

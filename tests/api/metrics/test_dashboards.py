@@ -15,7 +15,7 @@ from pensieve.api.metrics.families import FAMILIES as OF_DAEMON
 from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
 from pensieve.jobs.plugin import FAMILIES as OF_JOBS
 from pensieve.jobs.worker import JobsConfig
-from tests.api.metrics.promql import Named, named
+from tests.api.metrics.promql import Named, names_in
 from tests.api.metrics.scraped import Scraped, scrape
 from tests.conversations.rig_daemon import DaemonRig
 
@@ -55,7 +55,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
 def test_expressions_use_only_metrics_and_labels_of_a_scrape(
     scraped: Scraped, where: str, expression: str
 ) -> None:
-    found = named(expression)
+    found = names_in(expression)
     assert found.metrics, expression
     assert expression.count("(") == expression.count(")")
     labels: set[str] = set()
@@ -81,12 +81,12 @@ def test_expressions_rate_counters_and_histograms_but_no_gauges() -> None:
 
 
 def test_promql_metrics_and_labels_are_found() -> None:
-    assert named(
+    assert names_in(
         'sum by (le, a) (rate(x_total{b="y{", c!~"z"}[5m])) / w > 0.5 and on (d) deriv(v[1h])'
     ) == (Named(frozenset({"x_total", "w", "v"}), frozenset({"le", "a", "b", "c", "d"})))
-    assert named("label_values(x, model)") == Named(frozenset({"x"}), frozenset({"model"}))
+    assert names_in("label_values(x, model)") == Named(frozenset({"x"}), frozenset({"model"}))
     with pytest.raises(AssertionError, match="rat in"):
-        named("rat(x)")
+        names_in("rat(x)")
 
 
 def test_panels_have_unique_ids_and_do_not_overlap() -> None:

@@ -125,15 +125,15 @@ def test_a_disconnect_during_a_request_breaks_nothing(rig: DaemonRig) -> None:
     assert get(rig, "/metrics")[0] == 200
 
 
-def made(tenant: str, *, admin: bool) -> tuple[str, Token]:
+def make_token(tenant: str, *, admin: bool) -> tuple[str, Token]:
     token, entry = new_token(tenant, admin)
     (parsed,) = tokens_of(Path("tokens.toml"), entry.encode())
     return token, parsed
 
 
 def test_other_machines_need_an_operators_token(tmp_path: Path) -> None:
-    operator, first = made("", admin=True)
-    client, second = made("acme", admin=False)
+    operator, first = make_token("", admin=True)
+    client, second = make_token("acme", admin=False)
     audit_log = tmp_path / "audit.jsonl"
     more = {"tokens": (first, second), "insecure": True, "audit_log": audit_log}
     with daemon(tmp_path / "data", "0.0.0.0:0", **more) as rig:
@@ -151,7 +151,7 @@ def test_other_machines_need_an_operators_token(tmp_path: Path) -> None:
 
 
 def test_local_scrapes_need_no_token(tmp_path: Path) -> None:
-    _, token = made("", admin=True)
+    _, token = make_token("", admin=True)
     with daemon(tmp_path / "data", tokens=(token,)) as rig:
         assert get(rig, "/metrics")[0] == 200
 

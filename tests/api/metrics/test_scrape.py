@@ -63,21 +63,26 @@ def test_counters_agree_with_turns_and_statistics(rig: DaemonRig) -> None:
         for turn in range(3)
         for conversation_id in ("a", "b")
     ]
-    found, told = scrape(rig), stats(rig)
-    assert found.get("pensieve_generation_tokens_total") == 30 == told.output_tokens
+    found, shown = scrape(rig), stats(rig)
+    assert found.get("pensieve_generation_tokens_total") == 30 == shown.output_tokens
     total = sum(
         each.new_tokens + each.device_tokens + each.host_tokens + each.recomputed_tokens
         for each in usages
     )
     assert found.get("pensieve_prompt_tokens_total") == total
-    assert total == told.new_tokens + told.device_tokens + told.host_tokens + told.recomputed_tokens
+    assert (
+        total
+        == shown.new_tokens + shown.device_tokens + shown.host_tokens + shown.recomputed_tokens
+    )
     device = sum(each.device_tokens for each in usages)
-    assert device == told.device_tokens > 0
-    assert found.get("pensieve_prompt_tokens_cached_total") == told.device_tokens + told.host_tokens
+    assert device == shown.device_tokens > 0
+    assert (
+        found.get("pensieve_prompt_tokens_cached_total") == shown.device_tokens + shown.host_tokens
+    )
     sources = found.by("pensieve_prompt_tokens_cached_by_source_total", "source")
     assert sources.keys() == {"device", "host", "shared"}
-    assert sum(sources.values()) == told.device_tokens + told.host_tokens
-    assert sources["shared"] == told.more["shared_tokens"]
+    assert sum(sources.values()) == shown.device_tokens + shown.host_tokens
+    assert sources["shared"] == shown.more["shared_tokens"]
     assert found.by("pensieve_turns_total", "outcome") == {
         "stop": 0,
         "length": 6,
@@ -89,13 +94,13 @@ def test_counters_agree_with_turns_and_statistics(rig: DaemonRig) -> None:
     assert found.get("pensieve_request_generation_tokens_sum") == 30
     for name in ("e2e_request_latency", "request_queue_time", "request_decode_time"):
         assert found.get(f"pensieve_{name}_seconds_count") == 6
-    assert found.get("pensieve_time_to_first_token_seconds_count") == told.first_token.count == 6
+    assert found.get("pensieve_time_to_first_token_seconds_count") == shown.first_token.count == 6
     gaps = found.get("pensieve_inter_token_latency_seconds_count")
-    assert gaps == told.token_gap.count == 24
+    assert gaps == shown.token_gap.count == 24
     iterations = found.get("pensieve_iteration_tokens_total_sum")
-    assert iterations == told.more["tokens_computed"]
+    assert iterations == shown.more["tokens_computed"]
     committed = found.get("pensieve_store_commit_seconds_count") - at_first
-    assert committed == told.service.commits - commits >= 12  # one beginning and one end per turn
+    assert committed == shown.service.commits - commits >= 12  # one beginning and one end per turn
 
 
 def test_gauges_agree_with_the_daemons_state(rig: DaemonRig) -> None:
@@ -103,7 +108,7 @@ def test_gauges_agree_with_the_daemons_state(rig: DaemonRig) -> None:
     stream = rig.send("b", "two", sampling=ENDLESS)
     next(stream)
     wait_for(lambda: stats(rig).turns_running == 1)
-    found, told = scrape(rig), stats(rig)
+    found, shown = scrape(rig), stats(rig)
     assert found.get("pensieve_num_requests_running") == 1
     assert found.get("pensieve_num_requests_waiting") == 0
     assert found.get("pensieve_turns_live") == 1
@@ -112,11 +117,11 @@ def test_gauges_agree_with_the_daemons_state(rig: DaemonRig) -> None:
         state: found.get("pensieve_kv_pages", tier="device", state=state)
         for state in ("used", "clean", "free")
     }
-    assert sum(device.values()) == told.device.pages
-    assert device["free"] == pytest.approx(told.device.pages_free, abs=4)  # the reply still grows
+    assert sum(device.values()) == shown.device.pages
+    assert device["free"] == pytest.approx(shown.device.pages_free, abs=4)  # the reply still grows
     host = [found.get("pensieve_kv_pages", tier="host", state=each) for each in ("used", "free")]
-    assert sum(host) == told.host.pages
-    assert found.get("pensieve_kv_cache_usage_perc") == device["used"] / told.device.pages
+    assert sum(host) == shown.host.pages
+    assert found.get("pensieve_kv_cache_usage_perc") == device["used"] / shown.device.pages
     assert found.get("pensieve_engine_up") == found.get("pensieve_serving") == 1
     assert found.get("pensieve_engine_heartbeat_age_seconds") >= 0
     lag = found.by("pensieve_event_loop_lag_seconds", "quantile")
@@ -203,14 +208,14 @@ def test_the_documented_metrics_equal_those_of_a_scrape(rig: DaemonRig) -> None:
     text = PAGE.read_text(encoding="utf-8")
     table = text.split("<!-- metrics:")[1].split("<!-- end of the metrics -->")[0]
     rows = re.findall(r"^\| (`[^|]*)\| ([^|]*)\|", table, re.MULTILINE)
-    told = {
+    documented = {
         name: set(re.findall(r"`(\w+)`", labels))
         for names, labels in rows
         for name in re.findall(r"`(\w+)`", names)
     }
-    assert told == {family.name: set(family.labels) for family in FAMILIES}
+    assert documented == {family.name: set(family.labels) for family in FAMILIES}
     types = re.findall(r"^# TYPE pensieve_(\w+) ", found.text, re.MULTILINE)
-    assert Counter(types) == Counter(told.keys())
+    assert Counter(types) == Counter(documented.keys())
 
 
 def test_only_the_operator_gets_the_metrics_over_grpc(rig: DaemonRig) -> None:

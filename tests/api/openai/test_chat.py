@@ -22,7 +22,7 @@ def messages(*given: Any) -> tuple[Message, ...]:
     return chat(messages=list(given)).turn.messages
 
 
-def of_message(**members: Any) -> tuple[str, str]:
+def refused_message(**members: Any) -> tuple[str, str]:
     return refused(messages, USER, members)
 
 
@@ -107,11 +107,11 @@ def test_a_reply_message_of_an_sdk_is_accepted_in_the_history() -> None:
 def test_invalid_messages_are_refused_with_their_path(
     message: Any, param: str, problem: str
 ) -> None:
-    assert of_message(**message) == (param, problem)
+    assert refused_message(**message) == (param, problem)
 
 
 def call(**members: Any) -> tuple[str, str]:
-    return of_message(role="assistant", tool_calls=[CALL | members])
+    return refused_message(role="assistant", tool_calls=[CALL | members])
 
 
 def test_invalid_tool_calls_are_refused_with_their_path() -> None:
@@ -157,7 +157,7 @@ def test_the_number_of_messages_is_bounded() -> None:
 
 def test_text_that_utf_8_cannot_express_is_refused() -> None:
     half = json.loads('"\\ud800"')
-    assert of_message(role="user", content=half)[0] == "messages"
+    assert refused_message(role="user", content=half)[0] == "messages"
     assert refused(chat, user=half)[0] == "user"
     assert refused(chat, **{half: 1})[0] == "body"
 

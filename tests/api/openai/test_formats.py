@@ -17,15 +17,15 @@ OF_SCHEMA = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))
 NAMED = {"name": "answer", "schema": SCHEMA}
 
 
-def of_chat(schema: Any) -> dict[str, Any]:
+def json_schema_format(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
 def test_a_json_schema_becomes_a_constraint_strict_or_not(strict: bool | None) -> None:
     described = {**NAMED, "strict": strict, "description": "of an answer"}
-    assert chat(**of_chat(described)).turn.options.constraint == OF_SCHEMA
-    assert completion(**of_chat(described)).turn.options.constraint == OF_SCHEMA
+    assert chat(**json_schema_format(described)).turn.options.constraint == OF_SCHEMA
+    assert completion(**json_schema_format(described)).turn.options.constraint == OF_SCHEMA
     text = {"format": {"type": "json_schema", **described}, "verbosity": "medium"}
     given = response(text=text)
     assert given.turn.options.constraint == OF_SCHEMA
@@ -69,13 +69,16 @@ INNER = "response_format.json_schema"
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, INNER),
-        (of_chat({"schema": SCHEMA}), f"{INNER}.name"),
-        (of_chat({"name": "a"}), f"{INNER}.schema"),
-        (of_chat({"name": "a", "schema": "no"}), f"{INNER}.schema"),
-        (of_chat({**NAMED, "more": 1}), f"{INNER}.more"),
-        (of_chat({"name": "a", "schema": {"enum": ["x" * TEXT_BYTES_MAX]}}), f"{INNER}.schema"),
+        (json_schema_format({"schema": SCHEMA}), f"{INNER}.name"),
+        (json_schema_format({"name": "a"}), f"{INNER}.schema"),
+        (json_schema_format({"name": "a", "schema": "no"}), f"{INNER}.schema"),
+        (json_schema_format({**NAMED, "more": 1}), f"{INNER}.more"),
         (
-            of_chat({"name": "a", "schema": {"anyOf": [{}] * OBJECTS_MAX}}),
+            json_schema_format({"name": "a", "schema": {"enum": ["x" * TEXT_BYTES_MAX]}}),
+            f"{INNER}.schema",
+        ),
+        (
+            json_schema_format({"name": "a", "schema": {"anyOf": [{}] * OBJECTS_MAX}}),
             f"{INNER}.schema",
         ),
         ({"guided_choice": ["a", 7]}, "guided_choice"),
@@ -97,7 +100,7 @@ def test_invalid_constraints_are_refused_by_name(members: dict[str, Any], param:
 
 def test_compile_errors_use_the_field_names_of_the_body() -> None:
     """The service refuses such a format later, and uses its own name of the field."""
-    assert chat(**of_chat(NAMED)).param("constraint.json_schema") == f"{INNER}.schema"
+    assert chat(**json_schema_format(NAMED)).param("constraint.json_schema") == f"{INNER}.schema"
     assert chat(guided_regex="(").param("constraint.regex") == "guided_regex"
     given = response(text={"format": {"type": "json_schema", **NAMED}})
     assert given.param("constraint.json_schema") == "text.format.schema"

@@ -21,7 +21,8 @@ T = TypeVar("T")
 HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 HANG_SECONDS = 1.0  # timeout for the daemon that never answers
-GAP_SECONDS = 3.0  # between the turns on a and on b: their idle times are read one after the other
+# Between the turns on a and on b. It must exceed the time between the reads of their idle times.
+GAP_SECONDS = 3.0
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Replicas:
         return (*self.alive, self.dead, self.hanging)
 
     def written(self, replicas: Sequence[Replica]) -> str:
-        """The value for --replicas."""
+        """Return the replicas as a value of --replicas."""
         return ",".join(f"{each.name}={each.address}" for each in replicas)
 
 
@@ -68,7 +69,7 @@ def replicas_in(folder: Path) -> Iterator[Replicas]:
         )
 
 
-def with_fleet(
+def run_with_fleet(
     replicas: Sequence[Replica], act: Callable[[Fleet], Awaitable[T]], seconds: float = 60.0
 ) -> T:
     """Return the result of `act` on a fleet of these replicas."""

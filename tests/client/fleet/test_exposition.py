@@ -88,8 +88,10 @@ def test_buckets_count_and_sum_stay_with_their_histogram() -> None:
         "# TYPE h_total counter\nh_total 9\n"
     )
     found = merged([(A, read(text)), (B, read(text))])
-    (of_h,) = (each for each in text_string_to_metric_families(found) if each.type == "histogram")
-    assert [each.name for each in of_h.samples].count("h_bucket") == 4
+    (histogram,) = (
+        each for each in text_string_to_metric_families(found) if each.type == "histogram"
+    )
+    assert [each.name for each in histogram.samples].count("h_bucket") == 4
     lines = [line for line in found.split("\n") if line.startswith("h_total")]
     assert lines == ['h_total{replica="a"} 9', 'h_total{replica="b"} 9']
 

@@ -24,7 +24,7 @@ from tests.client.fleet.replicas_rig import (
     Replicas,
     replica_at,
     replicas_in,
-    with_fleet,
+    run_with_fleet,
 )
 from tests.conversations.rig_daemon import DaemonRig
 
@@ -45,7 +45,7 @@ def values(found: Sequence[ReplicaAnswer[Any]]) -> list[Any]:
 
 
 def test_totals_are_the_sums_of_the_replicas_stats(world: Replicas) -> None:
-    found = with_fleet(world.alive, Fleet.stats)
+    found = run_with_fleet(world.alive, Fleet.stats)
     assert [answer.value.replica for answer in found if answer.value] == ["a", "b", "c"]
     total, alone = total_of(values(found)), single(world)
     for name in ("conversations_cached", "new_tokens", "output_tokens", "device_tokens"):
@@ -63,7 +63,7 @@ def test_totals_are_the_sums_of_the_replicas_stats(world: Replicas) -> None:
 
 
 def test_totals_omit_figures_that_cannot_be_added(world: Replicas) -> None:
-    found = values(with_fleet(world.alive, Fleet.stats))
+    found = values(run_with_fleet(world.alive, Fleet.stats))
     names = {name for each in found for name in each.more}
     left_out = names - total_of(found)["more"].keys()
     assert left_out == {
@@ -74,7 +74,7 @@ def test_totals_omit_figures_that_cannot_be_added(world: Replicas) -> None:
 
 
 def test_a_shared_history_counts_once(world: Replicas) -> None:
-    found = values(with_fleet(world.alive, Fleet.stats))
+    found = values(run_with_fleet(world.alive, Fleet.stats))
     assert [each.conversations_stored for each in found] == [2, 2, 0]
     assert total_of(found)["conversations_stored"] == 2
     for each in found:
@@ -85,7 +85,7 @@ def test_a_shared_history_counts_once(world: Replicas) -> None:
 def test_replicas_that_do_not_answer_are_listed_with_the_reason(
     world: Replicas,
 ) -> None:
-    found = with_fleet(world.all, Fleet.stats, HANG_SECONDS)
+    found = run_with_fleet(world.all, Fleet.stats, HANG_SECONDS)
     assert [answer.replica.name for answer in found] == ["a", "b", "c", "dead", "hanging"]
     assert [answer.value is not None for answer in found] == [True, True, True, False, False]
     dead, hanging = found[3:]
@@ -96,31 +96,31 @@ def test_replicas_that_do_not_answer_are_listed_with_the_reason(
 
 
 def test_explain_shows_kv_on_two_replicas(world: Replicas) -> None:
-    found = with_fleet(world.alive, Fleet.cached)
+    found = run_with_fleet(world.alive, Fleet.cached)
     held = held_of(found, False, 20)
     rows = {(each.replica, each.conversation.conversation_id): each.also_on for each in held}
     assert rows == {("a", "x"): ("b",), ("a", "y"): (), ("b", "x"): ("a",), ("b", "z"): ()}
     tokens = [each.conversation.device_tokens for each in held]
     assert tokens == sorted(tokens, reverse=True)
-    least = held_of(with_fleet(world.alive, lambda several: several.cached(True)), True, 3)
+    least = held_of(run_with_fleet(world.alive, lambda several: several.cached(True)), True, 3)
     worth = [each.conversation.retention_value for each in least]
     assert len(least) == 3
     assert worth == sorted(worth)
 
 
 def test_explain_finds_the_serving_replica_and_replicas_with_stale_kv(world: Replicas) -> None:
-    found = with_fleet(world.alive, lambda several: several.explain("x"))
+    found = run_with_fleet(world.alive, lambda several: several.explain("x"))
     assert [value is not None and holds_kv(value) for value in values(found)] == [True, True, False]
     assert isinstance(found[2].error, NotFound)
     assert owner_of(found) == ServingReplica("b", KnownBy.LATEST)
     assert owner_of(
-        with_fleet(world.alive, lambda several: several.explain("z"))
+        run_with_fleet(world.alive, lambda several: several.explain("z"))
     ) == ServingReplica("b", KnownBy.ONLY)
-    nobody = with_fleet(world.alive, lambda several: several.explain("nobody"))
+    nobody = run_with_fleet(world.alive, lambda several: several.explain("nobody"))
     assert owner_of(nobody) is None
     assert all(isinstance(each.error, NotFound) for each in nobody)
     with pytest.raises(InvalidArgument):
-        with_fleet(world.alive, lambda several: several.explain(3))  # type: ignore[arg-type]
+        run_with_fleet(world.alive, lambda several: several.explain(3))  # type: ignore[arg-type]
 
 
 def test_the_replica_that_runs_a_turn_serves_the_conversation() -> None:
@@ -135,9 +135,9 @@ def test_the_replica_that_runs_a_turn_serves_the_conversation() -> None:
     older, newer = answer("a", idle_seconds=9.0), answer("b", idle_seconds=2.0)
     assert owner_of([older, newer, gone]) == ServingReplica("b", KnownBy.LATEST)
     assert owner_of([answer("a", running=True), newer]) == ServingReplica("a", KnownBy.RUNNING)
-    told = answer("a", owner="one"), answer("b", owner="one", owned=True)
-    assert owner_of([*told, gone]) == ServingReplica("b", KnownBy.HISTORY)
-    assert owner_of([told[0], gone]) == ServingReplica("one", KnownBy.HISTORY)
+    answers = answer("a", owner="one"), answer("b", owner="one", owned=True)
+    assert owner_of([*answers, gone]) == ServingReplica("b", KnownBy.HISTORY)
+    assert owner_of([answers[0], gone]) == ServingReplica("one", KnownBy.HISTORY)
     assert owner_of([answer("a", running=True), answer("b", running=True)]) is None
     # An unreachable replica may know the conversation, too. So "a" is the latest, and not the only one.
     assert owner_of([older, gone]) == ServingReplica("a", KnownBy.LATEST)
@@ -146,18 +146,18 @@ def test_the_replica_that_runs_a_turn_serves_the_conversation() -> None:
 
 
 def test_tenants_and_checks_cover_all_replicas(world: Replicas) -> None:
-    found = with_fleet(world.alive, Fleet.tenants)
+    found = run_with_fleet(world.alive, Fleet.tenants)
     (whole,) = tenants_of(values(found))
     stored = [tenant.stored_bytes for each in values(found) for tenant in each.tenants]
     assert len(stored) == 2  # `c` has no tenants, because no client has called it
     assert (whole["name"], whole["turns"]) == ("", 0)
     assert whole["stored_bytes"] == max(stored) > 0
-    checked = with_fleet(world.all, Fleet.check, HANG_SECONDS)
+    checked = run_with_fleet(world.all, Fleet.check, HANG_SECONDS)
     assert values(checked) == [[], [], [], None, None]
 
 
 def test_merged_metrics_have_a_replica_label_on_every_sample(world: Replicas) -> None:
-    found = with_fleet(world.all, Fleet.metrics, HANG_SECONDS)
+    found = run_with_fleet(world.all, Fleet.metrics, HANG_SECONDS)
     text = exposition.merged((answer.replica, answer.value) for answer in found)
     families = {each.name: each for each in text_string_to_metric_families(text)}
     up = {each.labels["replica"]: each.value for each in families["pensieve_replica_up"].samples}
@@ -182,7 +182,7 @@ def test_unreadable_metrics_of_one_replica_do_not_affect_the_others(
         return (await real()) + 'x{y="z\n'
 
     monkeypatch.setattr(world.rigs["b"].server.admin, "_metrics", broken)
-    found = with_fleet(world.alive, Fleet.metrics)
+    found = run_with_fleet(world.alive, Fleet.metrics)
     assert [answer.value is not None for answer in found] == [True, False, True]
     assert "the replica's metrics cannot be read: line " in found[1].reason
     text = exposition.merged((answer.replica, answer.value) for answer in found)

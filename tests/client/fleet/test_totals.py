@@ -15,16 +15,17 @@ from pensieve.v1 import admin_pb2 as pb
 
 @pytest.mark.parametrize("seed", range(20))
 def test_combined_quantiles_equal_those_of_all_times_together(seed: int) -> None:
-    drawn = random.Random(seed)
-    several = [RecentTimes() for _ in range(drawn.randint(1, 5))]
-    one = RecentTimes()
-    for _ in range(drawn.choice((0, 1, 2, 50, 1000))):
-        number = drawn.randrange(len(several))
-        seconds = drawn.lognormvariate(number - 3, 1.5)  # each daemon is slower than the one before
-        for times in (several[number], one):
+    rng = random.Random(seed)
+    several = [RecentTimes() for _ in range(rng.randint(1, 5))]
+    together = RecentTimes()
+    for _ in range(rng.choice((0, 1, 2, 50, 1000))):
+        number = rng.randrange(len(several))
+        # Each daemon is slower than the daemon before.
+        seconds = rng.lognormvariate(number - 3, 1.5)
+        for times in (several[number], together):
             times.add(seconds, 10.0)
     found = latency_of([_latency(times, 20.0) for times in several])
-    alone = one.spread(20.0)
+    alone = together.spread(20.0)
     expected = {
         "count": alone.count,
         "p50_seconds": alone.p50,
