@@ -252,7 +252,7 @@ class Searched(NamedTuple):
 def search(
     scheduling: Scheduling, objectives: Sequence[float], options: CapacityOptions, trial: Trial
 ) -> Searched:
-    """Find the highest load that meets each objective; play each load only once."""
+    """Find the highest load that passes with each objective; play each load only once."""
     played: dict[float, Played] = {}
     warm = WARM_SHARE * options.seconds
     rate_least = CONVERSATIONS_MIN / options.seconds

@@ -32,11 +32,11 @@ class CapacityRow:
 
 @dataclass(frozen=True)
 class CapacityResult:
-    """The highest load at which one scheduler meets one objective."""
+    """The highest load of one scheduler that passes with one objective for the P99 gap."""
 
     scheduling: str
     objective: float
-    rate: float  # 0: the objective was missed at all tried rates
+    rate: float  # 0: every tried rate exceeded a limit
     figures: Figures | None
     why: str = ""  # why the rate is 0
 

@@ -59,10 +59,10 @@ class ChatOptions:
         """Return the daemon's flags; `device_share` is relative to the KV of all conversations."""
         shape, device, host = self.shape, self.device_cache, self.host_cache
         if shape.device_share:
-            smallest = (
-                shape.turns * shape.tokens_per_turn + 64
-            )  # at least one conversation must fit
-            device = device or f"{max(int(shape.tokens * shape.device_share), smallest)}t"
+            conversation_tokens = shape.turns * shape.tokens_per_turn + 64  # one must fit
+            device = (
+                device or f"{max(int(shape.tokens * shape.device_share), conversation_tokens)}t"
+            )
             host = host or f"{2 * shape.tokens}t"
         flags = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
         flags |= {"--kv-dtype": self.kv_dtype, "--stream": self.stream}

@@ -320,7 +320,7 @@ class Sheet:
             ]
             title_inches = LINE_INCHES * max(map(len, titles)) + 0.14 + (0.3 if heading else 0.0)
             plans.append((title_inches, max(panel.height for panel in panels), titles))
-        rows_inches = sum(title + panel + X_LABEL_INCHES for title, panel, _ in plans)
+        rows_inches = sum(above + tall + X_LABEL_INCHES for above, tall, _ in plans)
         height = head + rows_inches + EDGE / 2
         self.figure.set_size_inches(total, height)
         top = height - EDGE

@@ -216,9 +216,8 @@ class CellServer:
     def __exit__(self, *_: object) -> None:
         """Finish all requests and end the threads."""
         self._inbox.put(None)
-        self._inbox.put(
-            None
-        )  # for `_manage`, if the server fails after it has taken the first None
+        # For `_manage`, if the server fails after it has taken the first None.
+        self._inbox.put(None)
         for thread in self._threads:
             thread.join()
 

@@ -66,7 +66,7 @@ class BackgroundRoom:
             builder.limit(num_tokens)
 
     def planned(self, builder: IterationBuilder) -> None:
-        """Count the successive iterations with background turns, and without."""
+        """Count successive iterations with interactive turns: with background turns, and without."""
         if builder.num_tokens > builder.num_background:
             self._num_with = self._num_with + 1 if builder.num_background else 0
             self._num_without = 0 if builder.num_background else self._num_without + 1

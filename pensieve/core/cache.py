@@ -100,7 +100,7 @@ class KVCache:
         self.conversations = self.tree.conversations
         self.eviction_log = self.eviction.log
 
-    # -- questions about turns --
+    # -- questions --
 
     @property
     def available(self) -> int:

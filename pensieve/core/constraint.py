@@ -12,7 +12,7 @@ Clients cannot name the kind `tool_calls`: it is made from a request's tools.
 
 `problem` checks only the text, in time proportional to its length. text/grammars.py knows the model's tokens
 and checks whether the text can be compiled. The compiler's own limit (its fuel) does not cover all of its
-work. The cost of two features grows faster than the length of the text. So this module limits the number of
+work. The cost of some features grows faster than the length of the text. So this module limits the number of
 values in a schema (the cost is quadratic), and the number of patterns that must match at the same time (each
 pattern doubles the cost).
 """

@@ -150,7 +150,9 @@ class FairQueue:
         may_run: Callable[[Turn], bool],
         excluded: Collection[Turn] = (),
     ) -> Turn | None:
-        """Return the next waiting turn that may run: the highest level of the share with the lowest counter.
+        """Return the next waiting turn that may run.
+
+        It is of the highest level in the share with the lowest counter.
 
         `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, except
         if it was suspended because its time was used up (`Turn.moved_back`). If a share's first suspended

@@ -108,7 +108,7 @@ class Preemption:
         """Return the running turns that give way; `first` is the next waiting turn."""
         former, self.claimant = self.claimant, None
         turn = former if former is not None and not self._outranks(first, former) else first
-        if turn is None or (turn is not former and not self._can_give_way(turn, running)):
+        if turn is None or (turn is not former and not self._any_can_give_way(turn, running)):
             return []
         num_pages, pages_left = self._cache.room_beside(running)(turn)
         spare = self._cache.config.reserve_pages if turn is not former else 0
@@ -129,7 +129,8 @@ class Preemption:
             return first.level > claimant.level
         return self._used(first) < self._used(claimant)
 
-    def _can_give_way(self, waiting: Turn, running: Collection[Turn]) -> bool:
+    def _any_can_give_way(self, waiting: Turn, running: Collection[Turn]) -> bool:
+        """Whether a running turn may have to give way to a waiting turn."""
         return any(each.share != waiting.share or self._is_below(each, waiting) for each in running)
 
     def _is_below(self, turn: Turn, waiting: Turn) -> bool:

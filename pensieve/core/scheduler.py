@@ -503,8 +503,8 @@ class Scheduler:
         """Whether a turn waits. If there are interactive turns, background turns do not count."""
         if not self._has_interactive:
             return bool(self.suspended) or len(self.queued) > 0
-        is_suspended = any(not turn.is_background for turn in self.suspended)
-        return is_suspended or self.queued.num_prompt_tokens > 0
+        any_suspended = any(not turn.is_background for turn in self.suspended)
+        return any_suspended or self.queued.num_prompt_tokens > 0
 
     # -- commit --
 

@@ -93,9 +93,8 @@ class TimeBudget:
         self._seconds_per_token = config.cost.piece_seconds(0, TYPICAL) / TYPICAL  # of prompts
         self._decode_factor: float | None = None  # None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
-        self._num_iterations_with_prompts = (
-            0  # iterations with prompts since the last iteration without
-        )
+        # Iterations with prompts since the last iteration without prompts.
+        self._num_iterations_with_prompts = 0
         self._committed_at = float("-inf")
 
     def limit(

@@ -1,4 +1,4 @@
-"""Distributions of values in bounded memory: of all time (`Histogram`), or recent (`RecentTimes`).
+"""Distributions of values in bounded memory: of all values (`Histogram`), or of recent ones (`RecentTimes`).
 
 A `Histogram` is like a histogram of Prometheus: counts of values by bounds, and the sum of the values.
 

@@ -197,7 +197,10 @@ class Engine:
                 self._receive(message)
 
     def _hold_if_not_ready(self, message: SubmitTurn) -> bool:
-        """Hold back a turn whose constraint is not ready, unless the turn is refused anyway."""
+        """Hold back a turn whose constraint is not ready, and return whether it is held.
+
+        A turn that is refused anyway is not held.
+        """
         if message.options.constraint is None or self._num_waiting >= self.config.turns_queued_max:
             return False
         return not _is_among(message.conversation_id, self.held.turns) and self.held.hold(message)

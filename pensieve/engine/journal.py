@@ -380,10 +380,8 @@ class _ReplayedEngine:
             self._message = None
         if "message" in entry:
             message = codec.decode_named(entry["message"], entry["values"])
-            self._message = (
-                message,
-                entry["now"],
-            )  # the results of its lookups are in the next entry
+            # The results of its lookups are in the next entry.
+            self._message = message, entry["now"]
             return None
         if "plan" in entry:
             now = entry["plan"]
@@ -422,7 +420,10 @@ def _check_version(header: Mapping[str, Any], line: int) -> None:
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Replay a whole journal and return the number of iterations. Raises JournalError if it differs."""
+    """Replay a whole journal; return the number of iterations.
+
+    Raises JournalError if an iteration differs.
+    """
     replaying = Replay(lines)
     for _ in replaying:
         pass

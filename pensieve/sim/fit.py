@@ -9,7 +9,8 @@ error is measured on the remaining iterations.
 A batch of up to n tokens takes as long as reading the weights, `dense · n`. `keys` counts the keys that the
 iteration reads, `pairs` the pairs of a query and a key. Reading a key takes `attention · r`, even if few
 queries use it. For given n and r the formula is linear. So the fit tries values of n and r over the observed
-range. For each n and r, it finds the other three numbers by nonnegative least squares (least_squares.py).
+range. For each pair of n and r, it finds the other three numbers by nonnegative least squares
+(least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same

@@ -59,7 +59,7 @@ def fit_points(rows: Sequence[Observation], model: CostModel) -> CostModel:
     decoding = [(0, 0.0)]
     decoding += [(n, found[i]) for i, n in enumerate(decodes[1:], len(tokens)) if used[i]]
     most, most_seconds = dense[-1]
-    quarter, quarter_seconds = dense[max(len(dense) - 3, 0)]  # two powers of two below
+    quarter, quarter_seconds = dense[max(len(dense) - 3, 0)]  # at about a quarter of the tokens
     slope = (most_seconds - quarter_seconds) / (most - quarter)
     return replace(
         model,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pensieve.core.streaming import solve
 
-RIDGE = 1e-12  # relative; the unknowns of proportional columns then share the sum
+RIDGE = 1e-12  # relative; proportional columns then share what they explain
 IMPROVEMENT_MIN = 1e-9  # relative to the largest target; a smaller improvement is only rounding
 
 

@@ -126,9 +126,8 @@ class Mooncake:
     """Find the earlier request that a request of a Mooncake trace continues."""
 
     def __init__(self) -> None:
-        self._latest: dict[
-            int, int
-        ] = {}  # hash of the ids without the last id -> the latest request
+        # Hash of the ids without the last id -> the latest request.
+        self._latest: dict[int, int] = {}
         # Conversation, tokens at the end of the request, whether it was continued.
         self._requests: list[tuple[str, int, bool]] = []
         self._num_forks = 0

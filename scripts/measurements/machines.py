@@ -1,10 +1,11 @@
 """Plan the number of machines for a load, and their host memory.
 
-A replica carries a rate of conversations if, after the warm-up, three figures meet their limits: the P99 time
-between the tokens of a reply, the median time to the first token, and the median time in the queue (2 s).
-The search tries no host memory, then half of the device tier, and then doubles the size. It stops when the
-memory is never full or more memory does not help. The smallest size whose rate is within 5 % of the best is
-chosen. A conversation stays on its replica, so the number of replicas follows from the rate of one replica.
+A replica passes at a rate of conversations if, after the warm-up, three figures meet their limits: the P99
+time between the tokens of a reply, the median time to the first token, and the median time in the queue (2
+s). The search tries no host memory, then half of the device tier, and then doubles the size. It stops when
+the memory is never full or more memory does not help. The smallest size whose rate is within 5 % of the best
+is chosen. A conversation stays on its replica, so the number of replicas follows from the rate of one
+replica.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROMPTS_SHARE = 0.75  # part of the time between tokens that prompts may use
 
 
 class HostMemory(NamedTuple):
-    """A size of host memory, and the rate that a replica carries with it."""
+    """A size of host memory, and the highest rate at which a replica passes with it."""
 
     host_tokens: int
     rate: float
@@ -112,7 +113,7 @@ def first_guess(replica: Replica, load: Load) -> float:
 def host_memories(
     replica: Replica, load: Load, slo: Slo, host_tokens_max: int, progress: Callable[[str], None]
 ) -> list[HostMemory]:
-    """Try sizes of host memory; return each with the rate that a replica carries."""
+    """Try sizes of host memory; return each with the highest rate at which a replica passes."""
     tried: list[HostMemory] = []
     for host_tokens in _sizes(replica.device_tokens, host_tokens_max):
         sized = replace(replica, host_tokens=host_tokens)
@@ -155,7 +156,7 @@ def _sizes(device_tokens: int, most: int) -> Iterator[int]:
 
 
 def recommended(tried: Sequence[HostMemory]) -> HostMemory:
-    """Return the smallest host memory that carries nearly the best rate."""
+    """Return the smallest host memory that reaches nearly the best rate."""
     best = max(each.rate for each in tried)
     return next(each for each in tried if each.rate >= ENOUGH * best)
 

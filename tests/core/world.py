@@ -404,9 +404,8 @@ class World:
         resting = [
             name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns
         ]
-        if (
-            resting and choose.random() < 0.4
-        ):  # as if another engine had since run this conversation
+        # As if another engine had since run this conversation.
+        if resting and choose.random() < 0.4:
             away = choose.choice(resting)
             self.arriving.pop(away, None)
             self.scheduler.delete(away, self.clock.now())

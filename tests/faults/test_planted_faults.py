@@ -31,9 +31,8 @@ from tests.faults.disk import shelf
 from tests.faults.world import run
 
 SEEDS = 120
-FIRST = {
-    "a queued turn that was cancelled counts KV of a lost turn as history": 100
-}  # where the search begins: shortly before a seed that finds this rare bug
+# Where the search begins: shortly before a seed that finds this rare bug.
+FIRST = {"a queued turn that was cancelled counts KV of a lost turn as history": 100}
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -76,15 +76,8 @@ FAULTS = {
     "error-after": (IO_ERROR, True, False),
     "full-until-healed": (FULL, False, True),
 }
-REPRESENTATIVE = (
-    "create",
-    "delete_last",
-    "fork",
-    "delete",
-    "begin",
-    "finish",
-    "fail",
-)  # the other faults are tested only with these, because the other operations behave alike
+# The other faults are tested only with these, because the other operations behave alike.
+REPRESENTATIVE = ("create", "delete_last", "fork", "delete", "begin", "finish", "fail")
 CASES = [
     *((name, DRIVERS[0], "error") for name in OPERATIONS),
     *(

@@ -113,9 +113,8 @@ def test_interrupting_a_turn_of_another_daemon_has_no_effect(
     with writer_of(store).writing() as conn:
         conn.execute("UPDATE owners SET session = ?, epoch = ?", (OTHER, OTHER))
     store.interrupt_turn(turn_id)  # another daemon owns the conversation, so this changes no row
-    assert (
-        store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
-    )  # a read reports it as interrupted, because the new owner has no live session
+    # A read reports it as interrupted, because the new owner has no live session.
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
 
 
 def test_an_unexpected_error_does_not_end_the_lease_thread(

@@ -15,9 +15,8 @@ from google.protobuf import struct_pb2
 from pensieve.errors import InvalidArgument
 
 VALUES_MAX = 16_384  # per field; an object, a list and each value in them count as one
-WHOLE_MAX = (
-    2.0**53
-)  # the numbers of a Struct are doubles: integers are exact only up to this number
+# The numbers of a Struct are doubles: integers are exact only up to this number.
+WHOLE_MAX = 2.0**53
 
 
 class TooManyValues(ValueError):

@@ -127,7 +127,7 @@ class HttpListener:
             make_application,
             on_reload,
         )
-        self._quiet_server_class: Any = None
+        self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
@@ -158,10 +158,9 @@ class HttpListener:
             **self._tls(),
         )
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
-        logging.getLogger(
-            "uvicorn.error"
-        ).propagate = False  # uvicorn would log the input of any client
-        server = self._quiet_server_class = _quiet_server_class(uvicorn)(config)
+        # uvicorn would log the input of any client.
+        logging.getLogger("uvicorn.error").propagate = False
+        server = self._server = _quiet_server_class(uvicorn)(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
         while not server.started and not self._serving.done():
             await asyncio.sleep(0.005)
@@ -181,8 +180,8 @@ class HttpListener:
         return {"ssl_context_factory": lambda config, default: context}
 
     async def close(self) -> None:
-        if self._quiet_server_class is not None and self._serving is not None:
-            self._quiet_server_class.should_exit = True
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
 

@@ -15,9 +15,9 @@ The least valuable branch is therefore among the heads of the value classes.
 An entry is a *lower bound* of its branch's value. The idle time lowers the values of all entries of a value
 class alike. A branch's value rises in three cases: a holder becomes active, the weight of several holders
 grows with time (`Branch.holders_weight`), or the chunk of the entry no longer qualifies. A rise changes no
-entry: the entry is corrected when it becomes the least valuable entry. A branch's value falls when the branch
-loses a holder, or when an earlier chunk qualifies again. Then the branch is offered again at once, and its
-old entry becomes stale.
+entry: the entry is corrected when it becomes the least valuable entry. A branch's value also falls when the
+branch loses a holder, or when an earlier chunk qualifies again. In these two cases the branch is offered
+again at once, and its old entry becomes stale.
 
 Entries of branches that a running turn holds are removed when they become the head of a value class. `offer`
 queues such a branch again when it is idle.
