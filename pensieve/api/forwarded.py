@@ -17,9 +17,8 @@ class ForwardedRequest:
     """A request that another daemon forwarded to this daemon, and the caller that the other daemon named."""
 
     caller: Caller
-    forwarding_key: (
-        str  # drawn by the other daemon: identifies the request if both daemons execute it
-    )
+    # drawn by the other daemon: identifies the request if both daemons execute it
+    forwarding_key: str
     owner: OwnedElsewhere | None = None  # set if another daemon owns the conversation or job
 
 

@@ -204,7 +204,7 @@ class WaitingTurn(NamedTuple):
 
 
 class _Share:
-    """The turns of one tenant that have no token yet."""
+    """The work of one tenant that is ahead of a new turn."""
 
     def __init__(self) -> None:
         self.weight = 1.0

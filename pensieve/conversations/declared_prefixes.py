@@ -87,13 +87,13 @@ class DeclaredPrefixes:
         self,
         history: History,
         threads: Threads,
-        warming: Warmer,
+        warmer: Warmer,
         text_pool: ChargedTextPool,
         admission: Admission,
         now: Callable[[], float],
     ) -> None:
         """`now`: the wall clock, for times that are stored."""
-        self._history, self._threads, self._warmer = history, threads, warming
+        self._history, self._threads, self._warmer = history, threads, warmer
         self._text_pool, self._admission, self._now = text_pool, admission, now
         self._due = asyncio.Event()
 

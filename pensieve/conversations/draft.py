@@ -71,7 +71,10 @@ class TurnRequest:
 
     @property
     def stored_sampling(self) -> dict[str, Any]:
-        """The parameters that the client set. They identify a retry even if the defaults have changed."""
+        """The parameters that the client set, as they are stored with the turn.
+
+        They identify a retry even if the defaults have changed.
+        """
         if self.given_sampling is not None:
             values = dict(self.given_sampling)
         else:

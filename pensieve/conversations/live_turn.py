@@ -151,7 +151,7 @@ class ReplyTokens:
         return sum(self.is_of(Part.THINKING))
 
     def pieces(self, reply_pieces: ReplyPieces) -> list[Piece]:
-        """Return the pieces of these tokens. `reply_pieces` must have got all earlier tokens of the reply."""
+        """Return the pieces of these tokens. `reply_pieces` must have all earlier tokens of the reply."""
         found: list[Piece] = []
         for text, part in zip(self.texts, self.parts, strict=True):
             found += reply_pieces.push(text, part)

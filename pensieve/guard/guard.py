@@ -128,7 +128,7 @@ class GuardedCall:
         self.caller: Caller | None = None  # set by `enter`
         self.ended_early = False  # the client has disconnected, or the handler has sent an error
         self._guard, self._kind, self._transport = guard, kind, transport
-        self._send_error, self._audit_entry = send_error, audited
+        self._send_error, self._make_audit_entry = send_error, audited
         self._began = _now() if audited is not None else 0.0
         self._allowance: Allowance | None = None  # set if the call is counted
         self._num_unread_bytes = 0  # bytes of an unstreamed answer, until the call ends
@@ -171,7 +171,7 @@ class GuardedCall:
         """
         self.caller = by
         if by.is_peer:
-            self._audit_entry = None
+            self._make_audit_entry = None
         set_caller(by)
         return by
 
@@ -249,8 +249,8 @@ class GuardedCall:
         finally:
             if self._received is not None:
                 self._received.release()
-            if self._audit_entry is not None and self.caller is not None:
-                self._audit(outcome, self._audit_entry())
+            if self._make_audit_entry is not None and self.caller is not None:
+                self._audit(outcome, self._make_audit_entry())
 
     async def _report(self, error: PensieveError) -> None:
         self._guard.count_refusal(error)

@@ -324,9 +324,9 @@ class Worker:
         for first in range(0, len(lines), LINES_PER_TASK):
             if activity.stopping:
                 break
-            batch = lines[first : first + LINES_PER_TASK]
+            part = lines[first : first + LINES_PER_TASK]
             found += await self._daemon.threads.in_text_pool(
-                reader.job.key.tenant, partial(reader.read_all, batch)
+                reader.job.key.tenant, partial(reader.read_all, part)
             )
         return found
 

@@ -10,11 +10,11 @@ without that bug. Only one daemon writes at a time: transactions are IMMEDIATE, 
 while it holds the writers' lock. Other operations are safe, too:
 
     recovery     The first daemon that opens the file recovers the log. No other process has the file open at
-                 that time. The daemon uses a separate connection and then closes it (`_recover`). Closing
-                 removes the -shm file, because a recovery copies uninitialized memory, which may contain
-                 private text, into that file. A recovery while other daemons run is rare: only if a process
-                 died while it wrote the header of the -shm file. Then the -shm file stays until the last
-                 daemon closes the history.
+                 that time. The daemon recovers on a separate connection (`_recover`) and closes it, which
+                 removes the -shm file. This is necessary because a recovery copies uninitialized memory,
+                 which may contain private text, into that file. A recovery while other daemons run is rare:
+                 only if a process died while it wrote the header of the -shm file. Then the -shm file stays
+                 until the last daemon closes the history.
     truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite truncates
                  the log only if every frame is in the database and no process reads the log. Otherwise SQLite
                  reports that it did not truncate, and we try again.

@@ -132,7 +132,7 @@ class ConversationChanges:
             conversation_rows.set_updated(conn, number, self._now())
             if is_deletion:
                 self._erasure.prepare()
-        return PendingChange(after, is_deletion and self._finish_erasure())
+        return PendingChange(after, is_deletion and not self._try_erasure())
 
     @repeated
     def delete_last(
@@ -169,7 +169,7 @@ class ConversationChanges:
                 self._erasure.prepare()
             _put_pending(conn, number, tenant, stored, still_pending)
             after = require_conversation(conn, conversation_id, tenant)[1]
-        return LastDeleted(after, is_rewound, not is_rewound and self._finish_erasure())
+        return LastDeleted(after, is_rewound, not is_rewound and not self._try_erasure())
 
     def _take_back(
         self, conn: Connection, number: int, conversation: StoredConversation
@@ -191,13 +191,13 @@ class ConversationChanges:
             for each in cut[:-1]
         )
 
-    def _finish_erasure(self) -> bool:
-        """Erase deleted content from the files. Return whether some deleted content is left."""
+    def _try_erasure(self) -> bool:
+        """Erase deleted content from the files. Return False if some deleted content is left."""
         try:
             self._erasure.finish()
         except ErasurePending:
-            return True
-        return False
+            return False
+        return True
 
 
 def take_pending(

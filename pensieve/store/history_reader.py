@@ -39,7 +39,7 @@ from pensieve.store.records import (
     StoredTurn,
 )
 from pensieve.store.responses import StoredResponse
-from pensieve.store.titles import add_titles
+from pensieve.store.titles import with_titles
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class HistoryReader:
         """Return a conversation with its title, as in a list."""
         with self._snapshot() as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
-            return add_titles(conn, [(number, self._transactions.as_read(conn, found))])[0]
+            return with_titles(conn, [(number, self._transactions.as_read(conn, found))])[0]
 
     def find_turn(
         self, conversation_id: str, turn_id: str, request_id: str, *, tenant: str = ""
@@ -220,7 +220,7 @@ def page_of_conversations(
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
     read = [(number, transactions.as_read(conn, each)) for number, each in page]
-    conversations = tuple(add_titles(conn, read))
+    conversations = tuple(with_titles(conn, read))
     tokens = tuple(str(number) for number, _ in page)
     return Page(conversations, tokens[-1] if more else "", tokens)
 

@@ -6,9 +6,9 @@ JSON that its client got. It is deleted with its conversation, or earlier.
     revision         the conversation's revision after the response's turn; a client continues from there.
                      It is set in the commit that adds the turn to the history, and NULL before.
     is_ours          the conversation was created only to hold responses; no client asked for it
-    last_revision    a maximum over this response and the deleted responses of the conversation. Each response
-                     contributes the revision after its turn, or the revision before its turn if the turn is
-                     not in the history.
+    last_revision    the highest revision of this response and the deleted responses of the conversation. The
+                     revision of a response is the one after its turn, or the one before its turn if the turn
+                     is not in the history.
 
 If `is_ours` is set and the only remaining response of the conversation is deleted, the conversation must be
 deleted, too. The conversation is kept if it was continued in another way: a turn is running, or its revision

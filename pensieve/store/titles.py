@@ -46,7 +46,7 @@ FIRST_OF_RUNNING_TURN = """
 """
 
 
-def add_titles(
+def with_titles(
     conn: Connection, page: Sequence[tuple[int, StoredConversation]]
 ) -> list[StoredConversation]:
     """Return the conversations of a page with their titles. `page` has their row numbers, too."""

@@ -5,9 +5,9 @@ ends it. In conversations that this daemon owns (owners.py), only live turns may
 turn is not live, its `running` row is called *dead*. Dead rows have two causes:
 
 * A process died and left `running` rows. The transaction that opens a session repairs them.
-* A write failed, and its error (at COMMIT) does not tell whether the write was committed. The next
-  call of `writing` first waits until no COMMIT is in progress (`settle` of backend.py). Then it sets
-  every dead row on the disk to `interrupted`, and only then runs its transaction. A rejected call (NotFound,
+* A write failed, and it is unknown whether it was committed: an error at COMMIT does not tell. The next call
+  of `writing` first waits until no COMMIT is in progress (`settle` of backend.py). Then it sets every dead
+  row on the disk to `interrupted`, and only then runs its transaction. A rejected call (NotFound,
   StaleRevision) tries no COMMIT, so no repair is needed.
 
 Turns in conversations of other daemons are not changed.

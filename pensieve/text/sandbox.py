@@ -73,7 +73,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def options(self, source: str) -> set[str]:
-        """Return the variables that a template expects: it never sets them, or tests if they are defined."""
+        """Return the variables that a template expects.
+
+        It never sets them, or it tests whether they are defined.
+        """
         tree = self.parse(source)
         stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
         tested = {

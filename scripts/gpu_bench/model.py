@@ -316,7 +316,7 @@ def serve(
     seconds: float,
     grace: float = math.inf,
 ) -> tuple[ConversationDriver, float]:
-    """Play conversations for `seconds`; return the driver and the seconds that the run took.
+    """Play conversations for `seconds`; return the driver and the seconds that this took, without the grace.
 
     Running turns then get `grace` seconds to end. Turns that still run after that are cancelled (`num_cut`).
     """

@@ -73,7 +73,7 @@ STAGES = (
     Stage(
         4,
         6,
-        "How fast is an iteration, and what is its slowest part?",
+        "How fast is an iteration, and does it wait for the sampler, the host or copies?",
         (Step("iteration", 180), Step("sampler", 60), Step("hidden", 120)),
     ),
     Stage(
@@ -181,7 +181,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
         for name in wrong
     ]
     sentences += [f"{name}: not examined" for name in missing]
-    is_complete = not wrong and not missing
+    is_all_right = not wrong and not missing
     match number:
         case 1:
             if kernels := failed_kernels(found):
@@ -193,7 +193,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
         case 2:
             sentences.append(
                 "attention, decode, prefill and replies are right: the following figures are meaningful"
-                if is_complete
+                if is_all_right
                 else "figures are meaningless until everything was examined and is right"
             )
         case 3:
@@ -203,9 +203,11 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
                 if name in wanted
             ]
             fine = "every share is above its limit" if all(shares) else "some shares are unknown"
-            sentences += _kernel_sentences(found) or [fine] * (is_complete and bool(shares))
+            sentences += _kernel_sentences(found) or [fine] * (is_all_right and bool(shares))
         case 4:
-            sentences += _iteration_sentences(found) or ["nothing is above its limit"] * is_complete
+            sentences += (
+                _iteration_sentences(found) or ["nothing is above its limit"] * is_all_right
+            )
         case 5:
             for each in section_figures(found, "attention", "mean"):
                 mean = each["mean"]

@@ -42,7 +42,7 @@ A6000 = HardwarePreset("a6000", 155e12, 768e9, 25e9, 48e9, 100e9)
 RTX_4090 = HardwarePreset("rtx-4090", 165e12, 1008e9, 25e9, 24e9, 100e9)
 TOKENS_PER_WORD = 1.3
 BUDGET = 2048
-QUERY_SETS = 10  # of table 2 per seed: 30 queries differ much
+QUERY_SETS = 10  # sets of table 2 per seed; sets of 30 queries differ widely
 SYSTEMS = {  # whether slots are refilled, and whether prompts are computed ahead
     "Benchmark": (False, False),
     "PD": (False, True),
@@ -227,7 +227,6 @@ def table_1(extent: Extent) -> Iterator[Row]:
 
 def table_2(extent: Extent) -> Iterator[Row]:
     row = partial(Row, "table 2")
-    # Sets of 30 queries differ widely.
     drawn = [second_set(seed) for seed in range(QUERY_SETS * extent.seeds)]
     for batch, (benchmark, baton) in TABLE_2.items():
         runs = _runs(RTX_4090, batch, drawn, ("Benchmark", "Baton-PD"))

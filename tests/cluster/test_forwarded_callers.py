@@ -244,13 +244,13 @@ def test_a_forwarded_call_is_counted_and_audited_at_the_daemon_that_received_it(
     counted: list[tuple[int, str]] = []
     for at in (ONE, TWO):
         allowance = guarded.allowance(at, "ann")
-        request = allowance.request
+        request = allowance.count_request
 
         def note(now: float, at: int = at, request: Any = request) -> Any:
             counted.append((at, "ann"))
             return request(now)
 
-        allowance.request = note
+        allowance.count_request = note
     assert guarded.send(TWO, "ann", "c")[-1].completed.finish_reason
     body = {"model": MODEL, "input": "Hello.", "conversation": "c"}
     assert guarded.ask(TWO, "ann", "POST", "/v1/responses", body).status == 200
@@ -259,7 +259,7 @@ def test_a_forwarded_call_is_counted_and_audited_at_the_daemon_that_received_it(
     wait_for(lambda: guarded.deletions(TWO, "ann") == ["c"])
     assert guarded.deletions(ONE, "ann") == []
     for at in (ONE, TWO):
-        del guarded.allowance(at, "ann").request
+        del guarded.allowance(at, "ann").count_request
         assert guarded.allowance(at, "ann").num_calls == 0
 
 

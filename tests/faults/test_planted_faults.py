@@ -170,10 +170,10 @@ FAULTS: dict[str, Plant] = {
     ),
     "a hanging engine is not noticed": replace_by(Heartbeat, "tick", do_nothing),
     "a call returns before the commit that it shares": replace_by(
-        SharedCommits, "_joining", return_before_the_commit
+        SharedCommits, "_join", return_before_the_commit
     ),
     "a call does not learn that the shared commit has failed": replace_by(
-        SharedCommits, "_joining", ignore_the_failed_commit
+        SharedCommits, "_join", ignore_the_failed_commit
     ),
 }
 

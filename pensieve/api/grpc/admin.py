@@ -101,9 +101,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         limit = request.limit or 20
         if not 1 <= limit <= 1000:
             raise InvalidArgument("limit", "must lie in 1..1000")
-        is_ascending = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
+        least_valuable = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
         answer = await self.daemon.engine.query(
-            lambda number: ListCached(number, limit, is_ascending)
+            lambda number: ListCached(number, limit, least_valuable)
         )
         response = pb.ListCachedConversationsResponse(history=self.daemon.config.history)
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:

@@ -142,18 +142,18 @@ class Forwarder:
             if not owner.address:
                 raise owner
             # An owner with our own address was an earlier daemon at this address. It no longer runs.
-            is_gone = owner.address == self._claims.address
-            if not is_gone:
+            is_unreachable = owner.address == self._claims.address
+            if not is_unreachable:
                 try:
                     await self._send(owner, tenant, call)
                     return True
                 except NotOwner as found:
                     next_owner = found.next_owner
                     # The answer may come from a newer daemon at the owner's address: the owner is gone.
-                    is_gone = next_owner is not None and next_owner.address == owner.address
+                    is_unreachable = next_owner is not None and next_owner.address == owner.address
                 except Unreachable:
-                    is_gone = True
-            if is_gone:
+                    is_unreachable = True
+            if is_unreachable:
                 now = asyncio.get_running_loop().time()
                 if give_up_at is None:
                     give_up_at = now + self.patience_seconds
@@ -225,8 +225,8 @@ class Forwarder:
             claim = self._claims.claim(wait.owner.conversation_id, wait.tenant)
             raise NotOwner(await _await_claim(claim)) from error
         was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
-        is_gone = error.code() is grpc.StatusCode.UNAVAILABLE and details is None
-        if is_gone and (may_repeat or was_not_sent):
+        is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE and details is None
+        if is_unreachable and (may_repeat or was_not_sent):
             raise Unreachable from error
 
 

@@ -149,7 +149,10 @@ class OwnerWatch:
             del self._watching[address], self._waits[address]
 
     async def _check(self, wait: Wait) -> bool:
-        """Return whether the owner still has the conversation. If another daemon has it, end the wait."""
+        """Return whether the owner still has the conversation; True also if this cannot be read.
+
+        If this daemon or another one has it now, end the wait and call `on_loss`.
+        """
         try:
             found = await self._claim(wait.owner.conversation_id, wait.tenant)
         except NotFound:

@@ -5,7 +5,8 @@ with many elements must be small:
 
 * `check` looks at the fields of a request (at most FIELDS_MAX), and at the fields of each message that LIMITS
   lists (at most INNER_FIELDS_MAX). It does not look into other messages.
-* All fields that may be large after this check are texts. Parsing a text takes time only for its length.
+* All fields that may be large after this check are texts. The time to parse a text grows
+  only with its length.
 * JSON values are counted while they are converted (json_values.py).
 
 Every stored message can be read again. The largest message fits into the 4 MiB that gRPC clients accept by
@@ -44,7 +45,8 @@ NAME_BYTES_MAX = 512  # names of tools, calls and authors
 TOOL_CALLS_MAX = 64  # per message
 TOOL_CALLS_BYTES_MAX = 256 << 10  # arguments of all tool calls of a request
 FIELDS_MAX = 512  # per request; each list element counts as one
-INNER_FIELDS_MAX = 72  # per message in a request; each tool call counts as one field
+# Per message in a request; each tool call counts as one field. A nested request may have FIELDS_MAX.
+INNER_FIELDS_MAX = 72
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
 

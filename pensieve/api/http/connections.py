@@ -127,7 +127,10 @@ def protocol(connections_max: int) -> Any:
             self.transport.close()
 
         def _check_reading(self, num_unread_before: int) -> None:
-            """Abort if the client has read nothing since the last check. `transport.close` would wait."""
+            """Abort if the client has read nothing since the last check.
+
+            `transport.close` would wait until the client reads.
+            """
             num_unread = self.transport.get_write_buffer_size()
             if num_unread_before and num_unread >= num_unread_before:
                 self.transport.abort()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.requests import ApiRequests
-from pensieve.api.http.response_history import ResponseHistory, append_change, as_stored
+from pensieve.api.http.response_history import ResponseHistory, as_stored, change_appending
 from pensieve.api.http.response_places import new_conversation_id
 from pensieve.api.json_fields import Fields, Refusal, check_json
 from pensieve.api.openai.conversation_items import Place, items_of, place_of, tag_of
@@ -69,7 +69,7 @@ class ConversationEndpoints:
         fields = Fields({} if given is None else given)
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
-        pending = self._append_change(messages)(Pending()).messages
+        pending = self._change_appending(messages)(Pending()).messages
         settings = ConversationSettings(
             new_conversation_id(), metadata=metadata, tenant=by.tenant, pending=pending
         )
@@ -120,7 +120,7 @@ class ConversationEndpoints:
         messages = _items(fields)
         fields.end()
         after = await self._history.change_pending(
-            state.conversation.conversation_id, self._append_change(messages), by.tenant
+            state.conversation.conversation_id, self._change_appending(messages), by.tenant
         )
         pending_messages = as_stored(after.messages, state.conversation)
         added = pending_messages[len(pending_messages) - len(messages) :]
@@ -163,9 +163,9 @@ class ConversationEndpoints:
 
     # -- inside --
 
-    def _append_change(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+    def _change_appending(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
         """Return a change that adds pending messages. All pending messages must fit into one turn."""
-        add, context_max = append_change(messages), self._daemon.context_max
+        add, context_max = change_appending(messages), self._daemon.context_max
 
         def change(found: Pending) -> Pending:
             after = add(found)

@@ -60,7 +60,8 @@ class Exchange:
         self.received: bytes | None = None  # the whole body, if the request may be forwarded
         # The handler has read chunks of the body. They are not kept, so the request cannot be forwarded.
         self.was_read_in_chunks = False
-        self.forwarding_key = ""  # drawn by the daemon that forwarded the request; may be empty
+        # Drawn by the daemon that forwards the request: identifies the request if both daemons execute it.
+        self.forwarding_key = ""
         self.call: GuardedCall | None = None  # None once an error is being sent
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []

@@ -341,7 +341,7 @@ def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
     return tuple(stored_messages(messages, [[] for _ in messages]))
 
 
-def append_change(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+def change_appending(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
     """Return a change that appends these messages to the pending messages."""
     more = as_pending(messages)
     return lambda found: replace(found, messages=(*found.messages, *more))

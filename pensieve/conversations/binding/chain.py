@@ -65,7 +65,7 @@ class ChainEnd:
             message = self.reply_reader(pieces_of(text, stream))
             if message is None:
                 return None
-            return ChainState(extended(self.digest, message), self.client_session)
+            return ChainState(extend_digest(self.digest, message), self.client_session)
         except Exception as error:  # a failing reply reader must not lose the reply
             log.error("a reply cannot be matched to later requests: %s", type(error).__name__)
             return None
@@ -98,13 +98,13 @@ def digests(
     ]
     calls: dict[str, int] = {}  # positions by id, in the latest message with calls
     for message in messages:
-        found.append(extended(found[-1], message, calls))
+        found.append(extend_digest(found[-1], message, calls))
         if message.tool_calls:
             calls = {call.id: place for place, call in enumerate(message.tool_calls) if call.id}
     return found
 
 
-def extended(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
+def extend_digest(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
     """Extend a digest by a message.
 
     `calls`: the tool calls that the message may answer, as positions by id.

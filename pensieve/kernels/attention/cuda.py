@@ -123,10 +123,8 @@ def _blocks_at_once(device: torch.device, head_size: int, hopper: bool) -> Block
     room = MULTIPROCESSOR_KIB.get(torch.cuda.get_device_capability(device), 100)
     count = cuda_launch.multiprocessors(device)
     blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1)) * count
-    uses_hopper_kernel = hopper and cuda_launch.architecture(device.index or 0) == "sm_90a"
-    return BlocksAtOnce(
-        blocks, count if uses_hopper_kernel and head_size in HOPPER_HEAD_SIZES else None
-    )
+    is_hopper = hopper and cuda_launch.architecture(device.index or 0) == "sm_90a"
+    return BlocksAtOnce(blocks, count if is_hopper and head_size in HOPPER_HEAD_SIZES else None)
 
 
 # -- launches --

@@ -139,7 +139,7 @@ class Leader(Rank):
         settings: Mapping[str, Any],
         program: tuple[str, ...],
         num_stages: int = 1,
-        elsewhere: RemoteRanks | None = None,
+        remote_ranks: RemoteRanks | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start this machine's workers and wait for the others; `worker.py` reads `settings`."""
@@ -150,11 +150,11 @@ class Leader(Rank):
         self._refused = False  # a worker has found that the model cannot be served
         self._keys = Keys()
         self._workers: list[_Worker] = []
-        num_local = num_ranks - (elsewhere.num_ranks if elsewhere is not None else 0)
+        num_local = num_ranks - (remote_ranks.num_ranks if remote_ranks is not None else 0)
         try:
-            if elsewhere is not None:
+            if remote_ranks is not None:
                 for index, (pipe, arrival) in enumerate(
-                    Arrivals(elsewhere, report).wait(), num_local
+                    Arrivals(remote_ranks, report).wait(), num_local
                 ):
                     pipe.trust()
                     self._workers.append(_Worker(index, pipe, arrival=arrival))
@@ -170,11 +170,11 @@ class Leader(Rank):
                         "num_ranks": num_ranks,
                         "num_stages": num_stages,
                         "device": device.type,
-                        "address": elsewhere.host if elsewhere is not None else "",
+                        "address": remote_ranks.host if remote_ranks is not None else "",
                     },
                 )
             self._receive("started")
-            self.enter_group(device, elsewhere.host if elsewhere is not None else "")
+            self.enter_group(device, remote_ranks.host if remote_ranks is not None else "")
         except BaseException:
             self.close()
             raise

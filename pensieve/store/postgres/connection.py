@@ -73,8 +73,8 @@ from pensieve.store.postgres.wire import Wire
 VERSION_MIN = 14_00_00
 log = logging.getLogger("pensieve")
 LOCK_KEY = 0x50656E7300000001  # "Pens"
-# First key of a slot's lock. The second key is the slot's number. The database lock has only one key, and
-# such locks are separate.
+# First key of a slot's lock. The second key is the slot's number. The database lock has a single key:
+# PostgreSQL keeps locks with one key and locks with two keys apart.
 SLOTS_KEY = LOCK_KEY >> 32
 SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02

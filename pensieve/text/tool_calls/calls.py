@@ -4,7 +4,7 @@
     begin(name)      report CallBegan
     write(text)      report CallArguments
     end()            the call is complete
-    discard()         the characters read so far belong neither to the text nor to a call
+    discard()        the characters read so far belong neither to the text nor to a call
 
 A report cannot be taken back. So a scanner calls `begin` as late as possible: when the name is known and the
 arguments have begun, so that the arguments can be streamed.

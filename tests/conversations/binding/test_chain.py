@@ -17,7 +17,7 @@ from pensieve.conversations.binding.chain import (
     ChainEnd,
     Piece,
     digests,
-    extended,
+    extend_digest,
     pieces_of,
     plain_reply,
     prefix_id,
@@ -142,7 +142,7 @@ def test_each_digest_follows_from_the_previous_digest_and_the_next_message(
     for length in range(len(messages) + 1):
         assert found[: length + 1] == digests([TOOL], {}, messages[:length])
     reply = Message("assistant", "Yes.")
-    assert extended(found[-1], reply) == digests([TOOL], {}, [*messages, reply])[-1]
+    assert extend_digest(found[-1], reply) == digests([TOOL], {}, [*messages, reply])[-1]
 
 
 QUESTION = Message("user", "Rain?")
