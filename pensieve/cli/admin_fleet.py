@@ -36,7 +36,9 @@ WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the flags for several daemons to the command `name`."""
-    parser.add_argument("--replica", default="", metavar="NAME", help="ask only this replica")
+    parser.add_argument(
+        "--replica", default="", metavar="NAME", help="ask only this replica of several"
+    )
     if name not in HANDLERS:
         return
     seconds = WAIT_SECONDS.get(name, OTHERS_SECONDS)

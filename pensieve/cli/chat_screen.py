@@ -2,8 +2,8 @@
 
 Replies are streamed to standard output: rendered as Markdown on a terminal (reply_view.py), as plain text
 elsewhere or with `--plain`. Notices go to standard error, each on its own line. The reply continues below a
-notice. A temporary line (`show_temporary`) disappears when anything else is shown, and the reply
-continues where it stopped.
+notice. A temporary line (`show_temporary`) disappears when anything else is shown, and the reply continues
+where it stopped.
 
 On a terminal, control characters in texts from models and clients are replaced, so they cannot move the
 cursor.

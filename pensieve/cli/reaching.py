@@ -136,8 +136,8 @@ def server_info_of(client: Client) -> ServerInfo | None:
     """Return the daemon's server_info, and so check address, TLS and token before the user types anything.
 
     Returns None if the daemon has an earlier version, without the method server_info. Raises Unavailable if
-    no daemon can be reached. A daemon that is loading its model counts as reachable, because the
-    first request waits for the model.
+    no daemon can be reached, or if the only daemon is draining. A daemon that is loading its model counts as
+    reachable, because the first request waits for the model.
     """
     try:
         info = client.server_info()

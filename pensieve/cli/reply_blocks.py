@@ -43,7 +43,7 @@ class Blocks:
         self._lines: list[str] = []  # complete lines of the open block
         self._num_characters = 0  # number of characters in `_lines`
         self._gap = False  # `gap` of the open block
-        self._has_earlier_block = False  # the reply has an earlier block
+        self._has_earlier_block = False
         self._is_item = False  # the open block is a list item
         self._is_waiting = False  # the list item ends with an empty line, and may continue
         self._fence = ""  # the fence that began the open code

@@ -235,7 +235,7 @@ class TurnCourse:
 
     @property
     def reader_stopped(self) -> bool:
-        """Whether the reader has stopped. Another thread may have closed the turn."""
+        """Whether nothing more is read: the reply is complete, or the turn was closed (by any thread)."""
         return self._reader_stopped
 
     def leave(self) -> pb.CancelTurnRequest | None:

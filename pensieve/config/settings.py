@@ -173,7 +173,7 @@ class Settings:
     policy: str = _setting(
         choice(*POLICY_NAMES),
         "return",
-        "eviction policy; return learns which conversations come back (see `pensieve simulate`)",
+        "eviction policy; return learns which conversations come back (compare with `pensieve simulate`)",
         "|".join(POLICY_NAMES),
         group="cache and scheduling",
     )

@@ -164,7 +164,7 @@ class JobStore:
     # -- jobs --
 
     def create(self, new: NewJob) -> StoredJob:
-        """Create a job without lines, in state `receiving`. Raises AlreadyExists if the tenant has a job with this id."""
+        """Create a job without lines, in state `receiving`. Raises AlreadyExists if the tenant has its id."""
         check_id("job_id", new.key.job_id)
         path = self._path(new.key)
         with contextlib.suppress(NotFound):

@@ -551,7 +551,7 @@ def _write_latest(
             damage = damage or str(error)
             if not wanted.to_last_good:
                 raise BackupDamaged(
-                    f"{error}; pass --last-good to restore the last moment before it"
+                    f"{error}; pass --last-good to restore the last moment before the damage"
                 ) from error
             wanted.report(str(error))
     if damage:

@@ -89,7 +89,9 @@ ROWS = (
     Row(f"pensieve admin watch {OF_ALL}", needs=REPLICAS, until='"turns_running"', code=130),
     Row(f"pensieve admin conversations {OF_ALL}", (r"trip-42 +a ",), REPLICAS),
     Row(
-        f"pensieve admin explain trip-42 {OF_ALL}", (r"a serves it", r"do not have it: b"), REPLICAS
+        f"pensieve admin explain trip-42 {OF_ALL}",
+        (r"a serves it", r"do not have this conversation: b"),
+        REPLICAS,
     ),
     Row(f"pensieve admin tenants {OF_ALL}", (r"\(none\)",), REPLICAS),
     Row(f"pensieve admin check {OF_ALL}", (r"nothing is wrong on a, b",), REPLICAS),

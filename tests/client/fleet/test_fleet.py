@@ -206,7 +206,7 @@ def test_a_watch_shows_replicas_that_stop_return_or_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Replicas
 ) -> None:
     monkeypatch.setattr(fleet, "LIST_SECONDS", 0.0)
-    monkeypatch.setattr(fleet, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "RESTART_SECONDS", 0.05)
     here = replica_at("here", tmp_path / "here")
 
     def daemon() -> DaemonRig:
