@@ -90,7 +90,7 @@ def set_policy(wanted: Policy) -> None:
 
 
 def _system_call(index: int, *arguments: object) -> None:
-    """Make a system call without a function in the C library. `index`: its place in a value of SYSTEM_CALLS."""
+    """Make a system call without a function in the C library. `index`: its place in SYSTEM_CALLS' values."""
     calls = SYSTEM_CALLS.get(platform.machine())
     if calls is None:
         raise OSError(0, f"Pensieve does not know the system call's number on {platform.machine()}")
