@@ -141,8 +141,8 @@ class Sampling:
     )
     stop_repetition: int = _parameter(
         0,
-        "stop a reply when it ends with at least four copies of a pattern of at most this many tokens, and "
-        "the copies have together at least this many tokens; 0: off",
+        "stop a reply whose end repeats a pattern of at most this many tokens: at least four copies, which "
+        "together have at least this many tokens; 0: off",
         "must be 0 (off) or positive",
         *(0, (1 << 31) - 1),
         metavar="N",

@@ -142,7 +142,7 @@ inline Floats activated(Floats x, int32_t activation) {
   return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-// Converts the integer sums of products of int8 weights with a quantised row to floats.
+// Converts integer sums to floats. The sums are the products of int8 weights and a quantised row.
 inline Floats dequantised(Floats sums, const pensieve::Linear& linear, int column, float row_scale) {
   const Ints whole = kMiddle ? (Ints)sums - load<Ints>(linear.offsets + column) : (Ints)sums;
   return __builtin_convertvector(whole, Floats) * load<Floats>(linear.scales + column) * row_scale;

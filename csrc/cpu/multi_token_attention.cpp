@@ -45,7 +45,7 @@ struct Pack {
 };
 
 struct Member {
-  int first_item;  // one for each KV head
+  int first_item;  // the member's item for KV head 0; the items of the other heads follow
   int first_token, num_tokens;  // the member's tokens in the pack
 };
 
@@ -418,6 +418,7 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
+// `only` names the kernel to use, for tests; null: the best kernel of this machine.
 // Page strides count elements, or bytes if rows are quantised (kCodes in attention.h).
 // Returns 0; 1: unsupported shapes; 2: an index is outside the arena; 3: out of memory.
 int32_t pensieve_multi_token_attention(

@@ -3,7 +3,8 @@
 // An operation (a *round*) ends when its pieces are done, not when every thread has arrived. So a round does not wait
 // for a helper that the operating system has not scheduled. The caller opens the gate, works, and closes the gate.
 // Then the caller waits only for the helpers that are inside. A helper that comes later finds the gate closed. With
-// OpenMP, each thread must arrive at each barrier, and one busy other process makes every barrier cost a time slice.
+// OpenMP, each thread must arrive at each barrier, and a single busy process elsewhere on the machine makes every
+// barrier cost a time slice.
 //
 //   gate     wanted: helpers that may enter (0 while the gate is closed); inside: helpers that have not left
 //   round    number of the round; a helper waits until the number changes
@@ -68,7 +69,8 @@ class Sleep {
   void end(std::atomic<uint32_t>& word) { call(word, FUTEX_WAKE_PRIVATE, INT_MAX); }
 
  private:
-  static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free, "a futex");
+  static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free,
+                "a futex must be a lock-free word of 4 bytes");
 
   static void call(std::atomic<uint32_t>& word, int operation, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nullptr, nullptr, 0);

@@ -19,7 +19,8 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;                  // bytes in a row of a tile
 constexpr int kTilePanel = 32;                  // columns
-constexpr int kPanelLine = 4 * kTilePanel;      // bytes of a panel for four bytes of a row's inputs
+// bytes in a line of a panel: for each of its 32 columns, the weights of four input bytes
+constexpr int kPanelLine = 4 * kTilePanel;
 constexpr int kStepBytes = 16 * kPanelLine;     // bytes of a panel in a step
 
 struct TileProduct {

@@ -115,7 +115,7 @@ def _chat_with_own_daemon(
     retry_notice = RetryNotice(ctrl_c, screen, "the engine")
     client = stack.enter_context(Client(daemon.address, sleep=retry_notice))
     info = client.server_info()
-    name = resolved.settings.model or "the built-in model (for trying the machinery)"
+    name = resolved.settings.model or "the built-in model (for trying out Pensieve)"
     if resolved.settings.engine.startswith("echo"):
         name = info.model
     parts = (client, lambda _: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)

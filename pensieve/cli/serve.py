@@ -40,7 +40,7 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
     from pensieve.launch import daemon, systemd
 
     setup = replace(daemon.setup_to_serve(resolved), take_prestarted_engine=early.take)
-    log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
+    log.info("model %s", resolved.settings.model or "built-in (for trying out Pensieve)")
     # Ctrl-C must end a wait for the database.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     server = daemon.open_server(setup, log.info)

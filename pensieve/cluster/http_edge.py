@@ -27,16 +27,16 @@ class HttpEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        has_begun = is_rays_own = False
+        has_begun = is_proxy_error = False
 
-        async def send_unless_rays_own(message: Any) -> None:
-            nonlocal has_begun, is_rays_own
+        async def send_unless_proxy_error(message: Any) -> None:
+            nonlocal has_begun, is_proxy_error
             if not has_begun and message["status"] == 404:
-                is_rays_own = REPLICA not in dict(message.get("headers", ()))
+                is_proxy_error = REPLICA not in dict(message.get("headers", ()))
             has_begun = True
-            if not is_rays_own:
+            if not is_proxy_error:
                 await send(message)
 
-        await self._app(scope, receive, send_unless_rays_own)
-        if is_rays_own or not has_begun:
+        await self._app(scope, receive, send_unless_proxy_error)
+        if is_proxy_error or not has_begun:
             await answer(503, GONE, "", send)

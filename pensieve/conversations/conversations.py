@@ -275,7 +275,7 @@ class Conversations:
     async def find_turn_of_retry(self, request: TurnRequest) -> LiveTurn | None:
         """Return the turn that this request retries, live or ended. Asks the store.
 
-        No turn runs because of this call.
+        This call never starts a turn.
         """
         if not request.request_id or self._num_lookups[request.tenant] == RETRY_LOOKUPS_MAX:
             return None

@@ -235,7 +235,7 @@ class Daemon:
 
     @property
     def store_refusal(self) -> PensieveError | None:
-        """Why the history takes no turns; None if it takes turns."""
+        """The error for new turns if the history is damaged or its disk is full, otherwise None."""
         if not self.damage.problems and not self.full_disk.is_full:
             return None
         return self.damage.refusal or self.full_disk.refusal

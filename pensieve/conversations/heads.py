@@ -33,7 +33,7 @@ from pensieve.store.bodies import canonical_json
 from pensieve.text import ChatTemplate, Message, TemplateSetting, ToolCall
 from pensieve.text.template import NO_HEAD, CommonOpening
 
-BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
+CHARACTERS_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
 STAND_IN = records.NewMessage("system", "")
 HEADS_MAX = 64  # remembered
 CHARACTERS_MAX = 8 << 20  # of all remembered heads together
@@ -177,7 +177,7 @@ def check_salt(cache_salt: str) -> None:
 
 def check_length(field_name: str, size: int, context_max: int) -> None:
     """Refuse text that cannot fit the context, before it is tokenized."""
-    if size > BYTES_PER_TOKEN_MAX * context_max:
+    if size > CHARACTERS_PER_TOKEN_MAX * context_max:
         raise _too_long(field_name, f"{size:,} characters", context_max)
 
 
@@ -202,12 +202,15 @@ def first_messages(stored: Sequence[records.StoredMessage]) -> list[Message]:
 def first_turn(
     template: ChatTemplate,
     head: CommonOpening,
-    first: Sequence[Message],
+    before: Sequence[Message],
     messages: Sequence[Message],
     setting: TemplateSetting,
 ) -> list[list[int]]:
-    """Return the tokens of each message of the first turn, after the head of the `first` messages."""
-    return template.tokens_after_head(head, first, messages, setting)
+    """Return the tokens of each message of the first turn.
+
+    `before`: the messages before that turn, whose tokens are in `head`.
+    """
+    return template.tokens_after_head(head, before, messages, setting)
 
 
 def check_fits(

@@ -48,7 +48,10 @@ class Claims:
         return await self._claim_in_store_thread(self._store.claim, conversation_id, tenant)
 
     async def take(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
-        """Claim a conversation whose owner does not answer; return the owner if its lease is still valid."""
+        """Claim a conversation whose owner does not answer, even if the owner's lease is valid.
+
+        Return the owner if it still runs a turn of the conversation.
+        """
         return await self._claim_in_store_thread(self._store.take, conversation_id, tenant)
 
     async def _claim_in_store_thread(

@@ -4,7 +4,7 @@ The cache has three parts:
 
     prefix_tree.py   which chunks there are, and which conversations share them
     tiers.py         the pages of both tiers, and the copies in flight between them
-    eviction.py      which chunks may be evicted, and which are: when a page is needed, and in advance
+    eviction.py      which chunks may be evicted; evicts chunks when a page is needed, or in advance
 
 Two features build on the cache. With `can_stream`, streamed_pages.py holds the contexts of *streamed* turns,
 whose KV stays on the host. adoption.py adds chunks that come from another engine; the cache does not call it.
@@ -137,10 +137,10 @@ class KVCache:
     # -- a turn takes, extends and returns its pages --
 
     def find(self, turn: Turn, now: float) -> None:
-        """Give a new turn's conversation the chunks whose content equals the beginning of its context.
+        """Let a new turn's conversation share the cached chunks that match the beginning of its context.
 
-        So the turn's waiting time depends only on the tokens that it must compute. `begin` repeats the
-        search, because the cache may have changed.
+        The scheduler calls this at submission, so that the turn's waiting time depends only on the tokens
+        that it must compute. `begin` repeats the search, because the cache may have changed.
         """
         if turn.identities is None:
             return
@@ -160,8 +160,8 @@ class KVCache:
         Returns None if the turn has to wait for a streamed turn.
 
         `filled_before`: for each chunk that this iteration writes, how far the chunk was filled before the
-        iteration. Page copies need this, because they run before the slices. The targets of page copies are
-        added.
+        iteration. Page copies need this, because they run before the slices. This method adds the targets of
+        its page copies to `filled_before`.
         """
         conversation = self._find_prefix(turn, now)
         chunks, tail = self._context_of(conversation)
@@ -174,17 +174,17 @@ class KVCache:
             self.tree.forget_if_empty(conversation)
             return Shortage(required_pages)
 
-        self._note_begin(conversation, turn, now)
+        self._record_begin(conversation, turn, now)
         if tail is not None:
             self.tiers.hold_source(tail.chunk)
             self.tree.truncate(conversation, tail.chunk.index * self.config.chunk_tokens, now)
         for branch in conversation.path():
             self.candidates.pin(branch)
         self.candidates.scan_again()
-        admission = PageReservation()
-        self._bring_in(chunks, turn, admission, now)
+        reservation = PageReservation()
+        self._bring_in(chunks, turn, reservation, now)
         if tail is not None:
-            chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
+            chunks.append(self._copy_on_write(tail, turn, reservation, filled_before, now))
         # Other turns can find these chunks only after the turn's next token, because NaN or infinity in their
         # KV would show there. A warm registers none of them: it samples no token, and an uncommitted
         # iteration may still be writing them.
@@ -197,7 +197,7 @@ class KVCache:
         turn.chunks = chunks
         turn.page_table = array("i", [chunk.device_page for chunk in chunks])  # type: ignore[misc]
         turn.frontier = 0
-        return admission
+        return reservation
 
     def begin_streamed(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int]
@@ -212,16 +212,16 @@ class KVCache:
             return None
         if tail is not None:
             self.tree.truncate(conversation, tail.chunk.index * self.config.chunk_tokens, now)
-        admission = self.streamed.take(conversation, turn, now)
-        if admission is None:
+        reservation = self.streamed.take(conversation, turn, now)
+        if reservation is None:
             self.tree.forget_if_empty(conversation)
             return None
-        self._note_begin(conversation, turn, now)
+        self._record_begin(conversation, turn, now)
         self.candidates.scan_again()
         turn.chunks = conversation.chunks()
         turn.page_table = array("i", [chunk.host_page for chunk in turn.chunks])  # type: ignore[misc]
         turn.frontier, turn.streamed = 0, True
-        return admission
+        return reservation
 
     def extend(self, turn: Turn, now: float) -> bool:
         """Take a page for the turn's next chunk; False if none is available."""
@@ -360,7 +360,7 @@ class KVCache:
         self.eviction.finish_swap(copy_id, now)
 
     def release_sources(self, sources: Iterable[Chunk], now: float) -> None:
-        """Release the source chunks of an admission's page copies, after these copies are done."""
+        """Release the source chunks of a reservation's page copies, after these copies are done."""
         for chunk in sources:
             self._release_source(chunk, now)
 
@@ -417,7 +417,10 @@ class KVCache:
         return [] if conversation is None else chunk_runs(conversation)
 
     def retention_value(self, conversation: CachedConversation, now: float) -> float | None:
-        """Return the value of a conversation's least valuable chunk; None while a turn runs or without KV."""
+        """Return the value of a conversation's least valuable chunk.
+
+        Return None if a turn is running or the conversation has no KV.
+        """
         return self.candidates.least_value_of(conversation, now)
 
     def check(self, now: float) -> None:
@@ -473,8 +476,8 @@ class KVCache:
                 conversation.identities.cut(kept_max)
         return conversation
 
-    def _note_begin(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
-        """Note that the turn holds its pages."""
+    def _record_begin(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
+        """Record that the turn holds its pages."""
         self.conversations[turn.conversation_id] = conversation
         conversation.attempt_id = turn.attempt_id
         conversation.log = turn.tokens  # it grows until the turn gives up its pages
@@ -522,7 +525,7 @@ class KVCache:
         return num_missing + num_reclaimable
 
     def _bring_in(
-        self, chunks: list[Chunk], turn: Turn, admission: PageReservation, now: float
+        self, chunks: list[Chunk], turn: Turn, reservation: PageReservation, now: float
     ) -> None:
         """Give each chunk of the turn's context a device page, and swap in what the host has."""
         size, history_kv = self.config.chunk_tokens, turn.history_kv
@@ -540,18 +543,18 @@ class KVCache:
                 self.eviction.drop_damaged(chunk, now)
             elif used or self.policy.worth_swapping_in(chunk.index):
                 swap_in = self.tiers.start_swap_in(chunk, chunk, chunk.host_filled)
-                admission.swap_ins.append(swap_in)
+                reservation.swap_ins.append(swap_in)
                 num_from_host += min(history_slots, chunk.filled)
             else:
                 self.eviction.drop_to_recompute(chunk, now)
-        admission.device_tokens += num_on_device
-        admission.host_tokens += num_from_host
+        reservation.device_tokens += num_on_device
+        reservation.host_tokens += num_from_host
 
     def _copy_on_write(
         self,
         tail: Tail,
         turn: Turn,
-        admission: PageReservation,
+        reservation: PageReservation,
         filled_before: dict[Chunk, int],
         now: float,
     ) -> Chunk:
@@ -562,11 +565,11 @@ class KVCache:
         history_slots = min(num_used, max(turn.history_kv - start, 0))
         if source.device_page is not None and not source.swapping_in:
             chunk.filled = min(num_used, filled_before.get(source, source.filled))
-            admission.device_tokens += min(history_slots, chunk.filled)
+            reservation.device_tokens += min(history_slots, chunk.filled)
             if chunk.filled:
                 assert chunk.device_page is not None
                 copy = PageCopy(source.device_page, chunk.device_page, chunk.filled)
-                admission.copies.append(copy)
+                reservation.copies.append(copy)
                 filled_before[chunk] = 0  # the copies of an iteration are made in any order
                 self.counters.copied_on_write += 1
         elif source.host_page is not None:
@@ -578,12 +581,12 @@ class KVCache:
                 self.eviction.drop_damaged(source, now)
             else:
                 chunk.filled = min(num_used, source.host_filled)
-                admission.host_tokens += min(history_slots, chunk.filled)
-                admission.swap_ins.append(self.tiers.start_swap_in(source, chunk, chunk.filled))
+                reservation.host_tokens += min(history_slots, chunk.filled)
+                reservation.swap_ins.append(self.tiers.start_swap_in(source, chunk, chunk.filled))
                 self.counters.copied_on_write += 1
-        admission.copied = (source, chunk)
-        if admission.copies:
-            admission.sources.append(source)
+        reservation.copied = (source, chunk)
+        if reservation.copies:
+            reservation.sources.append(source)
         else:
             self._release_source(source, now)
         return chunk
@@ -618,8 +621,9 @@ def _superfluous(branch: Branch, conversation: CachedConversation) -> list[Cache
     """Return idle holders of a branch of the conversation that end in this branch and need not be kept.
 
     These are temporary conversations whose tokens `conversation` also has. If the branch has more than
-    HOLDERS_MAX holders, its oldest conversations with identities are returned as well, because their
-    next turns can find the chunks again. Only the most recent and the least recent holders are looked at.
+    HOLDERS_MAX holders, its oldest conversations with identities are returned as well, to limit the
+    number of holders. This loses nothing: their next turns can find the chunks again by content. Only the
+    most recent and the least recent holders are looked at.
     """
     holders, most = branch.holders, HOLDERS_SUMMED_MAX
     oldest = list(islice(holders, most))

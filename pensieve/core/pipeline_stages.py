@@ -1,9 +1,10 @@
 """Pipeline stages: choose the generating turns of an iteration, and estimate when stages become free.
 
-With S stages, up to S iterations are in flight, each in another stage. The first stage needs a turn's last
-token, and the last stage samples this token. So a turn whose token is not known yet (`Turn.pending_tokens`)
-cannot be in the next iteration. Generating turns are therefore divided into *micro-batches* that alternate. A
-prompt needs no sampled token, so its pieces follow each other through the stages without waiting.
+With S stages, up to S iterations are in flight, each in a different stage. The first stage needs a turn's
+last token, and the last stage samples this token. So a turn whose token is not known yet
+(`Turn.pending_tokens`) cannot be in the next iteration. Generating turns are therefore divided into
+*micro-batches* that alternate. A prompt needs no sampled token, so its pieces follow each other through the
+stages without waiting.
 
     stage 1    A  B  A  B  …        A, B: micro-batches. The tokens of A are known when A begins again
     stage 2       A  B  A  …        in stage 1.
@@ -93,13 +94,13 @@ class StageTimes:
 
     `committed` infers c from the time of the commit: the largest c such that the iteration would have left
     the last stage by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c such
-    that this iteration meets the objective. The micro-batches that are in flight now come again after this
-    iteration. Their next iterations must also meet the objective if each takes c. Otherwise one micro-batch
-    would use up the whole objective.
+    that this iteration meets the objective. The micro-batches now in flight run again after this iteration.
+    Assuming that each of these iterations takes c too, they must also meet the objective. Otherwise one
+    micro-batch would use up the whole objective.
 
-    The j-th iteration after this one leaves the last stage at most (S - i + j) · c after this iteration
-    enters stage i. So both functions compute the minimum of a few quotients. All stages are assumed equally
-    fast; c is the slowest stage's time.
+    The j-th iteration after this one leaves the last stage no earlier than (S - i + j) · c after stage i is
+    free (i counts from 0). The latest of such bounds is exact. So both functions compute the minimum of a few
+    quotients. All stages are assumed equally fast; c is the slowest stage's time.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -127,8 +128,8 @@ class StageTimes:
     def longest(self, now: float, since: float, limit: float) -> float:
         """Return the seconds that an iteration planned now may take in each stage.
 
-        No turn may wait longer than `limit` from one token to the next. The turns of this iteration have had
-        their last tokens at the time `since`.
+        No turn may wait longer than `limit` from one token to the next. `since`: when the turns of this
+        iteration got their latest tokens.
         """
         free, num_stages = self._free, len(self._free)
         leaves = [min(since, now)]  # for each iteration: when its turns had their last tokens

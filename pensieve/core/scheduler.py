@@ -6,11 +6,11 @@ Start reading with `Scheduler.plan`. It fills an iteration step by step. The met
 1. **decodes**: one token of each generating turn;
 2. **prefills** that have begun, and waiting turns. Their number of tokens is limited, so that they delay the
    decodes only a little (time_budget.py). The share (usually a tenant) that has used least goes first. Within
-   a share, the shortest prefill goes first (fair_queue.py). An admitted turn adds its swap-ins, and its holes
-   are recomputed like a prompt;
+   a share, the shortest prefill goes first (fair_queue.py). An admitted turn adds its swap-ins to the
+   iteration. Its holes (chunks whose KV was dropped) are recomputed like a prompt;
 3. **streamed turns**: turns for which the device has no room may run with their KV on the host;
 4. **background turns** of batch jobs, planned by the same three steps in the remaining room;
-5. **swap-outs**, so that pages become available for turns that lack pages, and ahead of need.
+5. **swap-outs**, which make pages available for turns that lack them, and some pages in advance.
 
 Prefills, recomputed holes and decodes are all slices of a turn (iteration_builder.py).
 
@@ -74,7 +74,7 @@ from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 
 PASSES_MAX = 8  # turns that may be admitted before a turn that does not fit
-BLOCKED_MAX = 4  # turns that do not fit, after which a plan admits no more
+BLOCKED_MAX = 4  # once this many turns do not fit, a plan admits no more
 
 
 class Scheduler:
@@ -159,7 +159,7 @@ class Scheduler:
         self._finish(turn, FinishReason.CANCELLED, now)
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
-        """Cut a conversation, or plan the cut if its last turn has an uncommitted slice."""
+        """Cut a conversation. If its last turn has an uncommitted slice, the cut waits for the commit."""
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is None or conversation.attempt_id is None:
             self.cache.rewind(conversation_id, num_tokens, now)
@@ -273,7 +273,7 @@ class Scheduler:
             running = self.micro_batches.choose(running, with_place, builder, background)
         releasing, has_background = self._releasing, self._num_background > 0
         for turn in running:
-            # `_has_place` and `Turn.is_prefill`, without the calls: every generating turn comes here.
+            # Inlines `_has_place` and `Turn.is_prefill`, because this loop visits every generating turn.
             if turn.state is not TurnState.RUNNING or turn.attempt_id in releasing:
                 continue
             if has_background and turn.is_background != background:
@@ -453,7 +453,10 @@ class Scheduler:
     def _plan_swap_outs(
         self, builder: IterationBuilder, extra_pages: int, now: float
     ) -> list[SwapOut]:
-        """Copy idle pages to the host, unless the iteration has swap-ins or copies that may use them."""
+        """Copy idle pages to the host.
+
+        Plan no copies if the iteration has swap-ins or page copies, because these may use the same pages.
+        """
         if builder.swap_ins or builder.copies:
             return []
         required_pages = builder.required_pages + extra_pages
@@ -666,7 +669,7 @@ class Scheduler:
             self.evict(conversation_id, to_host, now)
 
     def check(self, now: float) -> None:
-        """Recompute every invariant of the cache, its turns and their places."""
+        """Check every invariant of the cache, of the turns and of their places."""
         self.cache.check(now)
         self.queued.check(len(self._turns))
         sets = self.running, self.suspended, self.queued, self._releasing

@@ -65,7 +65,7 @@ def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
 
 
 def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float, ...], ...]:
-    """Return a row per conversation: id, tokens, 1 if a turn runs (else 0), omitted chunks, `strip`.
+    """Return a row per conversation: id, tokens, 1 if a turn runs (else 0), omitted chunks, encoded chunks.
 
     Only ids with this `prefix` are included, and the prefix is removed.
     """
@@ -79,13 +79,19 @@ def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float,
         running = float(conversation.attempt_id is not None)
         name = conversation.conversation_id.removeprefix(prefix)
         rows.append(
-            (name, conversation.num_tokens, running, num_omitted, strip(chunks[num_omitted:]))
+            (
+                name,
+                conversation.num_tokens,
+                running,
+                num_omitted,
+                encode_chunks(chunks[num_omitted:]),
+            )
         )
     return tuple(rows)
 
 
-def strip(chunks: list[Chunk]) -> str:
-    """Return the runs of chunks in the same location, as letters with counts."""
+def encode_chunks(chunks: list[Chunk]) -> str:
+    """Return the chunks as runs: a letter for the location, and a count."""
     text, last, count = "", "", 0
     for chunk in chunks:
         letter = letter_of(chunk)

@@ -90,8 +90,8 @@ def architecture_of(header: Header) -> Architecture:
     found = ARCHITECTURES.get(header.architecture)
     if found is None:
         raise UnsupportedModel(
-            f"{header.path.name} has the architecture {header.architecture}. GGUF files are served for "
-            f"{', '.join(ARCHITECTURES)}. Give any other model as a folder with safetensors"
+            f"{header.path.name} has the architecture {header.architecture}. GGUF files are supported "
+            f"only for {', '.join(ARCHITECTURES)}. For other models, pass a folder with safetensors"
         )
     return found
 

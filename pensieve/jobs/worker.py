@@ -1,4 +1,4 @@
-"""Check and run jobs, in activities (batch_jobs.py) that end with the job or when they are stopped.
+"""Check and run batch jobs. batch_jobs.py starts and stops each check or run as an `Activity`.
 
 **Checking** validates each line before anything is computed.
 

@@ -1,6 +1,6 @@
 """Define how pages store keys and values: the type of an arena's elements, and the layout of a row.
 
-A *row* is a page's data of one token for one KV head, of keys or of values.  Rows are the last dimension
+A *row* holds the key or the value of one token for one KV head.  Rows are the last dimension
 of an arena (layers, pages, 2, kv_heads, slots, row).
 
     auto   head_size values, in the type in which the model computes
@@ -39,7 +39,7 @@ EXPONENTS_MAX = 60  # positive or negative; keeps a scale and its inverse far fr
 class KVFormat(NamedTuple):
     name: str  # value of `--kv-dtype`
     element: torch.dtype  # element type of an arena
-    more: int = 0  # elements of a row in addition to its head_size values
+    scale_elements: int = 0  # elements of a row in addition to its head_size values
 
     @property
     def in_words(self) -> str:
@@ -47,7 +47,7 @@ class KVFormat(NamedTuple):
 
     def row(self, head_size: int) -> int:
         """Return the number of elements of a row."""
-        return head_size + self.more
+        return head_size + self.scale_elements
 
     def row_bytes(self, head_size: int) -> int:
         return self.row(head_size) * self.element.itemsize
@@ -88,7 +88,7 @@ def quantised(rows: torch.Tensor) -> torch.Tensor:
 
 def dequantised(rows: torch.Tensor) -> torch.Tensor:
     """Return the float32 values (…, head_size) of int8 rows."""
-    codes, scale = rows[..., : -INT8.more], rows[..., -INT8.more :]
+    codes, scale = rows[..., : -INT8.scale_elements], rows[..., -INT8.scale_elements :]
     return codes.float() * scale.contiguous().view(torch.float32)
 
 

@@ -18,11 +18,12 @@ Nothing here depends on the name of a model.  A model is served if
    model's own forward with a cache of that length (some models scale queries beyond a length, and take the
    length from the cache).
 
-`_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
-query sees.  A fused layer is used only if it also agrees with the original layer at far positions
-(`model.fuse`).  If KV is stored in less precision than the model's dtype, check 4 is repeated with that
-format: the difference must be rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys
-and values.
+`_observe` checks 1 to 3 in one forward pass with the attention implementation "pensieve-probe"
+(`model.attention`).  The masks of this implementation tell how far a query sees.
+
+A fused layer is used only if it also agrees with the original layer at far positions (`model.fuse`).  If KV
+is stored in less precision than the model's dtype, check 4 is repeated with that format: the difference must
+be rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys and values.
 
 The probe fails with UnsupportedModel, whose message is the reason.
 """
@@ -172,7 +173,7 @@ class _ObservingPass:
     def __init__(self, context_max: int) -> None:
         self._context_max = context_max
         self.layers: list[Any] = []
-        self.views: dict[Any, int] = {}  # how many positions a layer sees, if not all
+        self.limited_reach: dict[Any, int] = {}  # how many positions a layer sees, if not all
         self.sizes: set[tuple[int, int, int]] = set()  # heads, kv_heads, head_size
         self.dtypes: set[torch.dtype] = set()
 
@@ -203,15 +204,15 @@ class _ObservingPass:
         reach = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
         if reach == 0:
             raise UnsupportedModel(f"layer {layer} uses a mask that is not causal")
-        self._note_view(layer, reach)
+        self._note_reach(layer, reach)
 
-    def _note_view(self, layer: Any, reach: int) -> None:
+    def _note_reach(self, layer: Any, reach: int) -> None:
         if reach < self._context_max:
-            self.views[layer] = min(reach, self.views.get(layer, reach))
+            self.limited_reach[layer] = min(reach, self.limited_reach.get(layer, reach))
 
-    def check_views(self) -> None:
-        if self.views:
-            layer, reach = min(self.views.items(), key=lambda item: item[1])
+    def check_reach(self) -> None:
+        if self.limited_reach:
+            layer, reach = min(self.limited_reach.items(), key=lambda item: item[1])
             raise UnsupportedModel(
                 f"layer {layer} sees at most {reach} positions (a sliding window or chunks), "
                 f"fewer than the context of {self._context_max}. Serve it with --context-max {reach}"
@@ -222,7 +223,7 @@ class _ObservingPass:
             if given is None or name in HARMLESS:
                 continue
             if name == "sliding_window":
-                self._note_view(layer, int(given))
+                self._note_reach(layer, int(given))
                 continue
             shown = f" = {given}" if isinstance(given, int | float) else ""
             meaning = f" ({MEANING[name]})" if name in MEANING else ""
@@ -248,7 +249,10 @@ def _reason_prefix(module: Any) -> str:
 
 
 def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
-    """Measure the shape with one prompt at positions 0 … n-1; raise UnsupportedModel if it is not plain."""
+    """Measure the shape with one prompt at positions 0 … n-1.
+
+    Raise UnsupportedModel if the attention is not plain causal attention.
+    """
     observer = _ObservingPass(context_max)
     tokens, device = len(prompt), flat.module.device
     logits = flat.logits(
@@ -281,7 +285,7 @@ def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape
             f"its layers differ in heads or types: {sorted(observer.sizes)}, "
             f"{sorted(str(dtype) for dtype in observer.dtypes)}"
         )
-    observer.check_views()
+    observer.check_reach()
     ((num_heads, num_kv_heads, head_size),) = observer.sizes
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")

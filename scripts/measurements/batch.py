@@ -1,4 +1,4 @@
-"""Measure the time of a batch of requests, by how the requests share prefixes.
+"""Measure how long a batch of requests takes with each way of sharing prefixes.
 
 The requests are drawn as in batch_simulation.py, but there are fewer of them. They run through a daemon's
 engine in this process, as background turns, once with each way of sharing:
@@ -38,7 +38,8 @@ from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
 SHARE_DEGREE = 7.0  # mean number of requests that share a request's prefix
-DISTANCE = 400 / 3000  # distance between requests with one prefix, as a part of all requests
+# distance in the file between requests with a common prefix, as a fraction of the number of requests
+DISTANCE = 400 / 3000
 _NUMBERS = count(1)  # numbers of turns; an engine must see each number only once
 
 

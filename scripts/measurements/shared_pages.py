@@ -71,9 +71,9 @@ def main(given: Sequence[str] | None = None) -> None:
         shape = Shape(arguments.batch, arguments.shared, OWN, heads, kv_heads, size, dtype)
         found = measure(shape, arguments.repeats)
         print(
-            f"{dtype:8} {heads}/{kv_heads:<2} of {size:3}: {found.seconds * 1e3:6.2f} ms, alone "
-            f"{found.alone_seconds * 1e3:6.2f} ({found.ratio:.2f} x); nothing shared "
-            f"{found.unshared_ratio:.3f} x; search {found.search_seconds * 1e3:.2f} ms"
+            f"{dtype:8} {heads}/{kv_heads:<2} of {size:3}: shared {found.seconds * 1e3:6.2f} ms, "
+            f"separate {found.alone_seconds * 1e3:6.2f} ms, ratio {found.ratio:.2f}; without shared pages, "
+            f"with the search {found.unshared_ratio:.3f} x; one search {found.search_seconds * 1e3:.2f} ms"
         )
 
 

@@ -1,4 +1,4 @@
-"""Discrete events: a policy on workers whose cells take predicted times."""
+"""Simulate a batching policy with discrete events: workers run cells, whose times are predicted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Arrival(NamedTuple):
 class Costs:
     """Seconds of a task: points of (batch size, seconds) for each type, with straight lines between.
 
-    Beyond the last point the time grows with the batch size. Each task takes `per_task` and `per_row` in
-    addition: for cellular batching, scheduling and gathering inputs; for merging, building the graph.
+    Beyond the last point, the time is proportional to the batch size. A task of n rows takes
+    `per_task + n * per_row` in addition. With cellular batching, this is the time to schedule and to gather
+    inputs. With graph merging, it is the time to build the graph.
     """
 
     points: Mapping[CellType, Sequence[tuple[int, float]]]
@@ -49,7 +50,7 @@ class Run(NamedTuple):
     """The times of each request, in the order of arrival."""
 
     arrived: list[float]
-    started: list[float]  # with the task that has its first node
+    started: list[float]  # when the task with the request's first node starts
     finished: list[float]
 
     def latency(self, part: float = 0.9) -> float:

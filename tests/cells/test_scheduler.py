@@ -105,7 +105,7 @@ def test_the_limit_of_tasks_is_a_parameter() -> None:
     assert len(scheduler(links(A, 8), limit=2).schedule(0)) == 2
 
 
-def test_only_the_first_task_may_be_smaller_than_the_least_batch() -> None:
+def test_only_the_first_task_may_be_smaller_than_the_minimum_batch() -> None:
     pairs = CellType("pairs", batch_max=4, batch_min=2)
     made = Scheduler([pairs])
     made.add(0, links(pairs, 1))
@@ -138,7 +138,8 @@ def test_nodes_of_another_worker_do_not_count_towards_a_full_batch() -> None:
 def test_a_subgraph_is_released_by_the_end_of_the_subgraphs_that_it_awaits() -> None:
     made = scheduler(chain((A, [()]), (B, [()])))
     (task,) = made.schedule(0)
-    assert made.schedule(0) == []  # submitted is not enough: the next may run on another worker
+    # the first subgraph is only submitted, not complete; the second may run on another worker
+    assert made.schedule(0) == []
     assert made.complete(task) == []
     assert members(made.schedule(1)) == [[(0, 1)]]
 

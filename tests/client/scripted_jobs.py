@@ -44,7 +44,7 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
         if not complete:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not whole")
         if header.job_id in self.jobs:
-            context.abort(grpc.StatusCode.ALREADY_EXISTS, "there is one")
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, "a job with this id exists")
         job = pb.Job(
             job_id=header.job_id,
             name=header.name,

@@ -97,7 +97,10 @@ def test_a_refused_job_is_freed_without_a_garbage_collection() -> None:
 
 
 def test_a_refused_turn_is_freed_without_a_garbage_collection(tmp_path: Path) -> None:
-    """Otherwise the text and tokens of a too long request would stay in memory, over gRPC and HTTP."""
+    """Otherwise the text and tokens of a request that is too long would stay in memory.
+
+    The test sends such requests over gRPC and over HTTP.
+    """
     with http_rig(tmp_path / "data") as server:
         rig, long = server.rig, "word " * (2 * server.rig.daemon.context_max)
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
@@ -180,7 +183,7 @@ def test_a_client_reads_its_own_writes(rig: DaemonRig) -> None:
 def test_long_texts_are_tokenized_outside_the_store_thread(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes a system prompt, when it is checked and when its tokens are made in the first turn."""
+    """This includes a system prompt, which is tokenized when it is checked, and again in the first turn."""
     tokenized_by: list[str] = []
     for name in ("opening", "delta", "tokens_after_head"):
         original = getattr(ChatTemplate, name)

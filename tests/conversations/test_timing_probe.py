@@ -3,7 +3,8 @@
 An attacker who guesses can tell right guesses from wrong ones only if their work or time differs. The measure
 is the area under the ROC curve: 0.5 is a random guess, 1 is certainty. The suite compares the work, which
 decides the time and is the same on every machine. Nightly runs (`PENSIEVE_TEST_SCALE` above 1) also compare
-seconds. In each case the attacker also guesses within its own tenant, where it may and must see a difference.
+seconds. For texts, the attacker also guesses within its own tenant. There it must see a difference, which
+shows that the measurement works.
 """
 
 from __future__ import annotations

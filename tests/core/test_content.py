@@ -76,7 +76,10 @@ def test_a_prompt_with_a_cached_prefix_computes_only_the_rest() -> None:
 
 
 def test_a_copied_page_is_not_copied_again_in_the_same_iteration() -> None:
-    """Both turns begin with the same two tokens of a third chunk. A device makes copies in any order."""
+    """Turns b and c share the first two tokens of the third chunk, so one would copy the other's copy.
+
+    A device makes the copies of an iteration in any order. So a copy must not be the source of another copy.
+    """
     world = ScriptedWorld(20, 0)
     say(world, "a", [*TEXT, 1])
     ask(world, "b", [*TEXT, 2, 3], num_reply=3)
@@ -128,7 +131,7 @@ def test_a_message_resent_after_a_rewind_is_not_recomputed() -> None:
     assert usage.device_tokens == len(first.tokens) - 1
 
 
-def test_equal_chunks_computed_by_two_turns_are_merged_at_their_ends() -> None:
+def test_equal_chunks_of_two_turns_are_merged_when_the_turns_end() -> None:
     world = ScriptedWorld(20, 0)
     first, second = ask(world, "a", [*TEXT, 1, 2], 3), ask(world, "b", [*TEXT, 3, 4], 3)
     world.until_ended(first)

@@ -1,4 +1,7 @@
-"""How far objectives are met, in iterations with given times, so that figures can be checked by hand."""
+"""Metrics report how far the latency objectives are met.
+
+The tests set the iteration times, so that the figures can be checked by hand.
+"""
 
 from __future__ import annotations
 

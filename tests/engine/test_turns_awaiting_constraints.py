@@ -168,7 +168,8 @@ def test_a_fork_and_a_rewind_see_the_conversation_before_the_held_turn() -> None
     assert list(conversations["c"].log) == log[:2]
     rig.compiling.finish(2)
     rig.run()
-    assert LogNeeded(2, "c", len(log)) in rig.sink.events  # the log that its message follows
+    # the engine asks for the log that comes before the held turn's prompt
+    assert LogNeeded(2, "c", len(log)) in rig.sink.events
 
 
 def test_a_closed_engine_ends_its_held_turns_first() -> None:

@@ -116,7 +116,7 @@ def test_openais_client_uploads_a_file_and_gets_its_answers(client: openai.OpenA
 
 @pytest.mark.parametrize("state", JobState)
 def test_a_batch_names_its_results_once_it_has_ended(state: JobState) -> None:
-    """If results were named earlier, a client could take a part of them for all."""
+    """If results were named earlier, a client could mistake partial results for all results."""
     has_ended = state is JobState.ENDED
     view = JobView(
         *("batch_1", "", 1, "in.jsonl", "", 0, "/v1/chat/completions"),

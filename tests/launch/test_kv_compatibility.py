@@ -1,4 +1,4 @@
-"""An engine reports what its KV was computed with. Engines that differ in this exchange no KV."""
+"""An engine reports what its KV was computed with. Engines whose reports differ do not exchange KV."""
 
 from __future__ import annotations
 

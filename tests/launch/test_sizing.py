@@ -50,7 +50,7 @@ def test_turns_max_follows_from_the_memory_and_the_token_budget() -> None:
     assert turns_max(settings_of(token_budget="512", turns_max="7"), 100_000) == 7
 
 
-def test_staging_is_a_tenth_of_the_device_tier_in_two_arenas_for_one_layer() -> None:
+def test_two_staging_arenas_together_take_a_tenth_of_the_device_tier() -> None:
     pages = TierPages(1000, 5000)
     assert staging_pages(settings_of(), pages, PAGE_BYTES, 32) == 1600
     assert staging_pages(settings_of(staging_tokens="6400"), pages, PAGE_BYTES, 32) == 100
@@ -60,11 +60,11 @@ def test_staging_is_a_tenth_of_the_device_tier_in_two_arenas_for_one_layer() -> 
 
 
 def test_on_a_gpu_staging_uses_the_remaining_memory() -> None:
-    alone = settings_of(stream="off")
-    assert tier_pages(alone, PAGE_BYTES, 110 * GIB).device == 28_160
+    streaming_off = settings_of(stream="off")
+    assert tier_pages(streaming_off, PAGE_BYTES, 110 * GIB).device == 28_160
     assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_600
-    without = settings_of(host_cache="0t")
-    assert tier_pages(without, PAGE_BYTES, 110 * GIB, 32).device == 28_160
+    no_host_tier = settings_of(host_cache="0t")
+    assert tier_pages(no_host_tier, PAGE_BYTES, 110 * GIB, 32).device == 28_160
     small = settings_of(host_cache="16GiB")  # one layer of it has half a GiB
     assert tier_pages(small, PAGE_BYTES, 110 * GIB, 32).device == 28_160 - 256
     assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB) == 4096

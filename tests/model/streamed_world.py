@@ -24,7 +24,7 @@ class Streaming(World):
         self.free_host = list(range(self.memory.host_pages))
         random.Random(len(self.free_host)).shuffle(self.free_host)
         self.streamed: set[int] = set()  # ids of the streamed turns
-        self.filled: dict[int, int] = {}  # host page -> number of its first slots that are valid
+        self.filled: dict[int, int] = {}  # host page -> number of valid slots at its start
 
     def streamed_turn(self, num_prompt_tokens: int, **rest: Any) -> Turn:
         self.streamed.add(len(self.turns))
@@ -118,7 +118,7 @@ class Streaming(World):
 
 
 class StreamedWorld(Streaming):
-    """Uses pages for the compiled attention, in which a row's bits do not depend on the batch."""
+    """Uses pages of 32 tokens for the compiled attention, whose results do not depend on the batch."""
 
     def __init__(self, model: LoadedModel, **rest: Any) -> None:
         super().__init__(model, **{"host_pages": 96, "chunk_tokens": 32, **rest})

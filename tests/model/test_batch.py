@@ -126,7 +126,7 @@ def test_shared_pages_are_searched_again_if_a_later_page_changes(changed: int) -
 
 
 def test_shared_pages_are_reused_until_a_page_or_turn_changes() -> None:
-    """Each result equals a fresh search, whatever changes between iterations."""
+    """A reused result stays valid: a group's slices begin with the same pages, and write after them."""
     choose, search = random.Random(3), SharedSearch()
     fronts = [choose.sample(range(1000, 2000), 12) for _ in range(3)]
     turns = {index: fronts[index % 3] + [index] * 30 for index in range(12)}

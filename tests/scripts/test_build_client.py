@@ -25,9 +25,9 @@ class MissingPackages:
         if name.split(".")[0] in MISSING:
             raise ModuleNotFoundError(name)
 
-# Without the finders of packages that are installed in place.
-ours = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
-kept = [each for each in sys.meta_path if getattr(each, "__name__", "") in ours]
+# Remove the import finders of editable installs.
+standard = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
+kept = [each for each in sys.meta_path if getattr(each, "__name__", "") in standard]
 sys.meta_path[:] = [MissingPackages(), *kept]
 sys.path.insert(0, sys.argv[1])
 from pensieve import client
@@ -63,9 +63,7 @@ def test_the_record_lists_the_wheels_files_with_digests_and_sizes(wheel: Path) -
     assert [line.split()[1].split(">")[0] for line in needed] == ["grpcio", "protobuf"]
 
 
-def test_the_wheel_works_with_a_daemon_without_the_server_package(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_without_the_server_package_the_wheel_can_use_a_daemon(wheel: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(alone)

@@ -173,7 +173,7 @@ def test_an_erasure_step_erases_the_text_after_the_reader_has_ended(
 def test_a_deletion_does_not_wait_for_a_reader(
     open_store: Callable[..., ConversationStore],
 ) -> None:
-    """With this busy timeout, a deletion that waited would wait until the reader ends."""
+    """The busy timeout is an hour. If the deletion used it, it would block until the reader ends."""
     store = open_store(busy_timeout_seconds=3600.0)
     create(store, "a", user("SECRET-a", 1))
     answers: list[Exception] = []

@@ -1,4 +1,7 @@
-"""Random actions, compared with a small model, with verify() after every step."""
+"""Run random actions on the store.
+
+After each action, verify() the store and compare it with the expected state, kept in plain Python objects.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ class Traffic:
         self.number = 0
 
     def step(self) -> None:
-        acts = [self.create, self.fork, self.rewind, self.delete, self.replace, self.replay]
-        self.rng.choice([*acts, *[self.begin] * 4, *[self.end] * 4, self.restart])()
+        actions = [self.create, self.fork, self.rewind, self.delete, self.replace, self.replay]
+        self.rng.choice([*actions, *[self.begin] * 4, *[self.end] * 4, self.restart])()
 
     def random_name(self) -> str | None:
         return self.rng.choice(sorted(self.expected)) if self.expected else None

@@ -10,7 +10,7 @@ from pensieve.core.policies.protocol import EvictionPolicy
 from pensieve.core.policies.return_policy import ReturnPolicy
 from pensieve.core.policies.value import ValuePolicy
 
-# By name: makes the policy from the cost of recomputing a chunk and the tokens of a chunk.
+# Factories by policy name. Arguments: the cost of recomputing a chunk, and the number of tokens in a chunk.
 POLICIES: dict[str, Callable[[CostProfile, int], EvictionPolicy]] = {
     LruPolicy.name: lambda cost, chunk_tokens: LruPolicy(),
     ValuePolicy.name: ValuePolicy,

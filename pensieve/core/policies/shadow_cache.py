@@ -15,9 +15,9 @@ There is one shadow cache for each order. All see every turn. When a conversatio
 is charged the seconds that recomputing its missing tokens would take. Charges fade with time, so the `Trial`
 tells which order was better recently:
 
-    Order.RANDOM   is followed when its charge is less than RANDOM_PROOF times both other charges, until it is
-                   not the least
-    Order.LEARNED  otherwise, when its charge is less than LEARNED_PROOF times the charge of lru, until it
+    Order.RANDOM   is followed when its charge is less than RANDOM_MARGIN times each of the other charges, and
+                   as long as its charge stays the smallest
+    Order.LEARNED  otherwise, when its charge is less than LEARNED_MARGIN times the charge of lru, until it
                    exceeds the charge of lru
     Order.LRU      otherwise
 
@@ -41,8 +41,9 @@ from enum import IntEnum
 from pensieve.core.policies.protocol import EndedTurn
 
 FADE_SECONDS = 300.0
-LEARNED_PROOF = 0.98
-RANDOM_PROOF = 0.85
+# an order's charge must be less than this fraction of another charge before the order is followed
+LEARNED_MARGIN = 0.98
+RANDOM_MARGIN = 0.85
 # width of a bucket, in log(return_ratio); return_model.py explains the return_ratio of a conversation
 BUCKET_STEP = 0.25
 SPREAD = 3.0  # random factors are between exp(-SPREAD) and 1
@@ -117,7 +118,7 @@ class ShadowCache:
         return cached.num_missing
 
     def continued(self, conversation_id: str, new_id: str) -> None:
-        """Give a conversation another id, just before it is removed."""
+        """Give a conversation another id. Called just before `turn_began`, which removes it under that id."""
         self.remove(new_id)
         bucket = self._bucket_of.pop(conversation_id, None)
         if bucket is not None:
@@ -189,9 +190,9 @@ class Trial:
     def _choose(self) -> None:
         lru, learned, factored = self._charges.values()
         others = min(lru, learned)
-        if factored < (others if self.followed is Order.RANDOM else RANDOM_PROOF * others):
+        if factored < (others if self.followed is Order.RANDOM else RANDOM_MARGIN * others):
             self.followed = Order.RANDOM
-        elif learned < LEARNED_PROOF * lru or (self.followed is Order.LEARNED and learned <= lru):
+        elif learned < LEARNED_MARGIN * lru or (self.followed is Order.LEARNED and learned <= lru):
             self.followed = Order.LEARNED
         else:
             self.followed = Order.LRU

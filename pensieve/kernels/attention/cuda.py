@@ -68,7 +68,7 @@ def takes_arena(arena: torch.Tensor) -> bool:
 
 
 def tiling(head_size: int) -> Tiling:
-    """Return the row counts of multi_token_attention.cu's `Plan`s."""
+    """Return the tile sizes of multi_token_attention.cu, which must agree with its struct `Plan`."""
     return Tiling(16, 64) if head_size == 256 else Tiling(32, 128)
 
 
@@ -85,13 +85,17 @@ def plan(
     waves_more: int | None = None,
     shared: SharedPages | None = None,
 ) -> Plan:
+    """Plan the blocks. `waves_more`: waves to try beyond the fewest possible; None: the default."""
     group = num_heads // num_kv_heads
     rows = tiling(head_size)
     return plan_work(lengths, starts, group, num_kv_heads, rows, blocks, waves_more, shared)
 
 
 def device_plan(inputs: AttentionInput) -> DevicePlan:
-    """Make the plan of one call by reading its tensors back; iterations are planned in advance instead."""
+    """Plan a single call from its tensors, which are copied to the host.
+
+    Iterations are planned in advance.
+    """
     query, key_pages, index = inputs.query, inputs.key_pages, inputs.page_index
     lengths = [end - begin for begin, end in itertools.pairwise(index.slice_offsets.tolist())]
     num_kv_heads, _, head_size = key_pages.shape[1:]
@@ -136,7 +140,9 @@ def attention_launches(
     plan: DevicePlan,
     map_of: Callable[[torch.Tensor], int] | None = None,
 ) -> list[Launch]:
-    """Return the launches of the kernel for Hopper's wide items, of the main kernel, and of the merge.
+    """Return up to three launches.
+
+    These are Hopper's kernel for the wide items, the main kernel for the other items, and the merge of parts.
 
     `map_of` returns the address of a tensor map of key or value pages.
     """
@@ -158,7 +164,7 @@ def attention_launches(
             raise ValueError(f"multi_token_attention: {name} is not aligned to 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
     scales = _scales(inputs.kv_scales, key_pages)
-    rows: tuple[Argument, ...] = (
+    output_arguments: tuple[Argument, ...] = (
         ("l", query.stride(0)),
         ("l", out.stride(0)),
         ("f", scaling * LOG2_E),
@@ -190,7 +196,7 @@ def attention_launches(
                     *pointers(plan.wide_items),
                     ("i", num_items),
                     *heads_and_pages,
-                    *rows,
+                    *output_arguments,
                 ),
                 "multi_token_attention_shared_bytes",
             )
@@ -212,7 +218,7 @@ def attention_launches(
                     *pointers(plan.items, plan.pack_rows),
                     *heads_and_pages,
                     ("l", key_pages.stride(0)),
-                    *rows,
+                    *output_arguments,
                 ),
                 "multi_token_attention_shared_bytes",
             )
@@ -316,7 +322,8 @@ def rotate_and_write_kv_launch(
             raise ValueError(f"rotate_and_write_kv: {name} is not aligned to 8 bytes")
     if cosine.shape[1] % 4 or not (cosine.is_contiguous() and sine.is_contiguous()):
         raise ValueError(
-            "rotate_and_write_kv: cosine and sine must be (tokens, a multiple of 4), contiguous"
+            "rotate_and_write_kv: cosine and sine must be contiguous, "
+            "and their second dimension must be a multiple of 4"
         )
     return Launch(
         Kernel(

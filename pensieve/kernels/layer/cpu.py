@@ -1,4 +1,4 @@
-"""Run the dense parts of a decoder layer on a CPU, compiled.
+"""Run the dense parts of a decoder layer in compiled kernels on a CPU.
 
 `protocol` is the interface.  csrc/cpu/layer.cpp implements it for float32, bfloat16 and float16.  A row's
 result does not depend on other rows in the call.

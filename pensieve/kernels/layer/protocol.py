@@ -196,7 +196,7 @@ class LayerKernels(Protocol):
         """Return why there are no kernels for weights of this type."""
 
     def form(self, dtype: torch.dtype) -> str:
-        """Return a text that says how layers of this type run."""
+        """Return a description of how layers of this type run, such as `C++ (AVX2)`."""
 
     def unsupported_reason(self, weights: LayerWeights) -> str:
         """Return why the kernels cannot compute such a layer, or an empty string."""

@@ -81,7 +81,9 @@ def match_layer(
         raise NoMatch("its sizes do not fit the form")
     factor = _query_factor(parts, attention)
     if factor is None and not has_rotation:
-        raise NoMatch("its queries are not the output of their product")
+        raise NoMatch(
+            "its queries are not a multiple of the output of the query projection or its norm"
+        )
     kind = attention.call.kind
     weights = LayerWeights(
         layer_index=layer_index,
@@ -129,8 +131,8 @@ def _is_gated(parts: _Parts) -> bool:
 def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
     """Return the number that the layer multiplies its queries by; some layers scale queries, not scores.
 
-    Return None if the queries are not a multiple of the output of their product or norm, because they are
-    rotated.
+    Return None if the queries are not a multiple of the output of the query projection or its norm, because
+    they are rotated.
     """
     query = attention.call.query.flatten(1)
     if parts.normed_queries is not None:

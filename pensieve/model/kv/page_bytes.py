@@ -5,8 +5,8 @@ of an arena (memory.py) without the remaining slots: (layers, 2, kv_heads, slots
 same identity (launch/kv_compatibility.py) can use these bytes.
 
 The engine's thread reads and writes between two iterations.  On a GPU, reading a device page waits for all
-launched work, and reading a host page waits for nothing.  Written pages were just given to their chunks, so
-no copy and no forward uses them.
+launched work, and reading a host page waits for nothing.  `write` fills pages that have just been allocated,
+so no copy and no forward pass uses them yet.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class PageBytes:
         return body
 
     def is_intact(self, place: KvPlace, crc: int) -> bool:
-        """Whether a host page, whose bytes have this CRC, still holds what was copied to it."""
+        """Whether a host page still holds the bytes that were copied to it.
+
+        `crc`: the CRC of the bytes that the page holds now.
+        """
         if self._checksums is None or not place.on_host:
             return True
         return self._checksums.is_intact_given_crc(place.page, place.num_slots, crc)

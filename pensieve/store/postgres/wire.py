@@ -11,8 +11,12 @@ them.)
     sync       Waits for everything that was sent. Outside of a transaction, `sync` also commits the
                statements.
 
-A statement is prepared at its second use, up to STATEMENTS_MAX statements. Statements with lists differ each
-time and are not prepared. For one thread at a time. How values are encoded:
+A statement is prepared at its second use, up to STATEMENTS_MAX statements. A statement whose text contains a
+list of values is different each time, so it is never prepared.
+
+Only one thread at a time may use a `Wire`.
+
+How values are encoded:
 
     to the server     All ints are sent as bigint, so that a statement is prepared only once. Bytes are sent
                       unchanged, everything else as text.

@@ -25,7 +25,7 @@ def test_any_mix_of_slices_over_fp8_pages(head_size: int) -> None:
     attend(MIXED, 6, 2, head_size, kv_format="fp8")
 
 
-def test_half_precision_with_cuts_in_reverse_order_and_early_copies() -> None:
+def test_half_precision_with_blocks_and_threads_in_reverse_order_and_early_copies() -> None:
     order: dict[str, Any] = {"backwards": True, "early": True, "kv_format": "fp8"}
     slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128), (3, 1500, 1)]
     assert attend(slices, 2, 1, 128, torch.float16, blocks_at_once=12, **order).merges
@@ -68,7 +68,7 @@ def test_keys_and_values_are_rounded_like_in_torch(dtype: torch.dtype) -> None:
 def test_finite_values_that_overflow_when_scaled_are_clamped_and_not_nan(
     kernel: str,
 ) -> None:
-    """A scale far below one turns a number that bfloat16 can hold into 2^128."""
+    """Dividing by a scale far below one makes a finite bfloat16 number overflow float32."""
     inf, nan = float("inf"), float("nan")
     extremes = torch.tensor([3e38, -3e38, 2.0**70, -(2.0**-70), inf, -inf, nan, 0.0])
     key = extremes.repeat(3, 2, 8).to(torch.bfloat16)
@@ -98,20 +98,20 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
     cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
     slots = torch.tensor([3, 32, 33, 95, 64])
     scales = torch.tensor([[0.125, 2.0], [1.0, 0.5]])
-    by_bytes, by_elements = (
+    fp8_arena, plain_arena = (
         poisoned(3, kv_heads, head_size, dtype, each) for each in ("fp8", "auto")
     )
     rotated_query = torch.empty(2, tokens, heads, head_size, dtype=dtype)
-    for arena, out in zip((by_bytes, by_elements), rotated_query, strict=True):
+    for arena, out in zip((fp8_arena, plain_arena), rotated_query, strict=True):
         given = (query, key, value, cosine, sine, slots, out, arena[:, 0], arena[:, 1])
         run(cuda.rotate_and_write_kv_launch(*given, scales))
     assert torch.equal(*rotated_query)
     for token, slot in enumerate(slots.tolist()):
-        keys, values = (by_bytes[slot // 32, side, :, slot % 32].float() for side in (0, 1))
-        near = by_elements[slot // 32, 0, :, slot % 32].float()
+        keys, values = (fp8_arena[slot // 32, side, :, slot % 32].float() for side in (0, 1))
+        near = plain_arena[slot // 32, 0, :, slot % 32].float()
         torch.testing.assert_close(keys * scales[0, :, None], near, rtol=2**-4, atol=2**-9)
         assert torch.equal(values, to_fp8(value[token], scales[1]).float())
-    assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, (
+    assert int(fp8_arena[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, (
         "another slot was written"
     )
 

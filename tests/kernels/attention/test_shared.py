@@ -30,7 +30,10 @@ def check(
     dtype: torch.dtype,
     seed: int = 0,
 ) -> None:
-    """Run slices of all groups in random order, each of its own turn. A group with 0 pages shares nothing."""
+    """Run the slices of all groups in random order. Each slice belongs to a different turn.
+
+    A group with 0 pages shares nothing.
+    """
     members = [
         (turn, group, pages * 32 + own, n)
         for turn, (group, pages, own, n) in enumerate(
@@ -87,14 +90,17 @@ def test_random_groups_have_the_same_result_as_unshared_pages(seed: int) -> None
 
 @pytest.mark.usefixtures("kernel")
 def test_shared_pages_are_read_once() -> None:
-    """A pack reads the pages of its first member. So a member with other pages gets another result."""
+    """The test declares different pages as shared.
+
+    A pack reads only its first member's pages, so the second member's result must change.
+    """
     draw = torch.Generator().manual_seed(1)
     arena = torch.randn((32, 2, 1, 32, 64), generator=draw)
     table = torch.stack([torch.arange(16), torch.arange(16, 32)]).int()
     query = torch.randn((2, 1, 64), generator=draw)
-    ones = torch.tensor([0, 1], dtype=torch.int32)
+    slice_turns = torch.tensor([0, 1], dtype=torch.int32)
     starts = torch.full((2,), 13 * 32 + 5, dtype=torch.int32)
-    page_index = PageIndex(table, torch.tensor([0, 1, 2], dtype=torch.int32), ones, starts)
+    page_index = PageIndex(table, torch.tensor([0, 1, 2], dtype=torch.int32), slice_turns, starts)
     shared = SharedPages(array("i", [0, 0]), array("i", [13]))
     alone, together = torch.empty_like(query), torch.empty_like(query)
     inputs = AttentionInput(query, arena[:, 0], arena[:, 1], page_index, AttentionKind(0.125))

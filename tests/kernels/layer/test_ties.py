@@ -40,9 +40,9 @@ def chosen_by_layer(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
     A row has its logits, then a 4 as the input of every expert, then one column for each expert's output.
     """
     num_rows, num_experts = logits.shape
-    four, hidden, dtype = num_experts, 2 * num_experts + 2, logits.dtype
+    input_column, hidden, dtype = num_experts, 2 * num_experts + 2, logits.dtype
     into = torch.zeros(4, hidden, dtype=dtype)
-    into[0::2, four] = 1.0
+    into[0::2, input_column] = 1.0
     outs = torch.zeros(num_experts, hidden, 2, dtype=dtype)
     outs[range(num_experts), range(hidden - num_experts, hidden), 0] = 1.0
     experts = ExpertWeights(
@@ -62,7 +62,7 @@ def chosen_by_layer(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
     )
     rows = torch.zeros(num_rows, hidden, dtype=dtype)
     rows[:, :num_experts] = logits
-    rows[:, four] = 4.0
+    rows[:, input_column] = 4.0
     layer = cpu.CpuLayerKernels().layer(weights)
     answer = layer.after_attention(rows, torch.zeros(num_rows, 32, dtype=dtype))
     return answer[:, -num_experts:] != 0
