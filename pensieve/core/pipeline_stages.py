@@ -98,9 +98,9 @@ class StageTimes:
     Assuming that each of these iterations takes c too, they must also meet the objective. Otherwise one
     micro-batch would use up the whole objective.
 
-    The j-th iteration after this one leaves the last stage no earlier than (S - i + j) · c after stage i is
-    free (i counts from 0). The latest of such bounds is exact. So both functions compute the minimum of a few
-    quotients. All stages are assumed equally fast; c is the slowest stage's time.
+    The j-th iteration after this one leaves the last stage at most (S - i + j) · c after this iteration
+    enters stage i. So both functions compute the minimum of a few quotients. All stages are assumed equally
+    fast; c is the slowest stage's time.
     """
 
     def __init__(self, num_stages: int) -> None:
