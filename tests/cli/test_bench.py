@@ -11,7 +11,7 @@ from pensieve.cli.main import main
     ("arguments", "message"),
     [
         (["step", "--batch", "0"], "at least 1"),
-        (["step", "--shape", "7T"], "is one of 0.03B, 0.37B, 1.1B"),
+        (["step", "--shape", "7T"], "must be one of 0.03B, 0.37B, 1.1B"),
         (["chat", "--turns", "0"], "at least 1"),
         (["chat", "--think", "-1"], "must not be negative"),
         (["step", "./nowhere"], "no model folder"),

@@ -206,13 +206,14 @@ def test_a_conversation_refuses_a_second_turn_while_one_runs(
         background=True,
         model=MODEL,
         max_output_tokens=4000,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "stop_repetition": 0},
     )
+    at_once = client.with_options(max_retries=0)  # by default, the client retries a conflict
     with pytest.raises(openai.ConflictError) as refused:
-        client.responses.create(conversation=made.id, input="Hi.", **SHORT)
+        at_once.responses.create(conversation=made.id, input="Hi.", **SHORT)
     assert refused.value.code == "turn_running"
     with pytest.raises(openai.ConflictError):
-        client.conversations.items.create(made.id, items=[user("Two.")])
+        at_once.conversations.items.create(made.id, items=[user("Two.")])
     client.responses.cancel(running.id)
     assert client.responses.create(conversation=made.id, input="Hi.", **SHORT).output_text
     stored = [each.content for each in server.rig.messages(made.id)]
