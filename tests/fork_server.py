@@ -11,10 +11,10 @@ A forked process has its own arguments, environment, folder, descriptors, signal
 exit code, like an executed process. Two things differ. Its parent is the server, so use `children_of` instead
 of `ps --ppid` to find the children of a process. Its `/proc/PID/cmdline` is the server's.
 
-These processes are still executed: other programs, programs that are tied to their parent (TIED), `python
--c`, commands with Python options or `preexec_fn`, processes in another session, and processes with an
-environment that changes how Python, torch or OpenMP start. The marker `executed` makes a test execute all its
-commands. The variable PENSIEVE_TESTS_EXECUTE does this for a whole run.
+These processes are still executed: other programs, programs that are tied to their parent
+(DIES_WITH_PARENT), `python -c`, commands with Python options or `preexec_fn`, processes in another session,
+and processes with an environment that changes how Python, torch or OpenMP start. The marker `executed` makes
+a test execute all its commands. The variable PENSIEVE_TESTS_EXECUTE does this for a whole run.
 
 The server ends with the process that started it, and kills the processes that it has forked.
 """
@@ -68,9 +68,8 @@ STARTING = (
     "TZ",
 )
 SET_LATER = ("PYTHONUNBUFFERED",)  # also takes effect in a forked process
-TIED = (
-    "pensieve.cluster.die_with_parent"  # ends with its parent, so the parent must be the real one
-)
+# A program that ends with its parent, so the parent must be the real one.
+DIES_WITH_PARENT = "pensieve.cluster.die_with_parent"
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -217,7 +216,7 @@ def preload(environment: Mapping[str, str]) -> None:
 def _is_ours(command: Sequence[str | bytes]) -> bool:
     if len(command) < 3 or command[0] != sys.executable or command[1] != "-m":
         return False
-    if command[2] == TIED:
+    if command[2] == DIES_WITH_PARENT:
         return False
     return str(command[2]).partition(".")[0] in ("pensieve", "tests")
 

@@ -212,10 +212,10 @@ def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
 PARTS: Mapping[str, Part] = {
     "faults": faults,
     "bytes": scaled(
-        "conversations/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000
+        "api/grpc/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000
     ),
     "values": scaled(
-        "conversations/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
+        "api/grpc/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
     ),
     "crashes": scaled(
         *("conversations/test_crashes.py", "store/test_crash.py", "store/test_power_loss.py"),

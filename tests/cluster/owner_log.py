@@ -69,7 +69,7 @@ def create_history(store: str, maker: Path) -> None:
         else "number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
     )
     columns = NAMES if is_sqlite else ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
-    with _executing(store) as execute:
+    with _open_executor(store) as execute:
         execute(f"CREATE TABLE owner_log ({number}, {columns})")
         for place, (when, row) in enumerate(TRIGGERS.items()):
             name, insert = f"owner_log_{place}", f"INSERT INTO owner_log ({NAMES}) {row};"
@@ -93,7 +93,7 @@ def events(store: str, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
 
 
 def _all(store: str) -> Iterator[dict[str, Any]]:
-    with _executing(store) as execute:
+    with _open_executor(store) as execute:
         for row in execute(f"SELECT {NAMES} FROM owner_log ORDER BY number").fetchall():
             yield {
                 name: value for name, value in zip(COLUMNS, row, strict=True) if value is not None
@@ -101,8 +101,8 @@ def _all(store: str) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _executing(store: str) -> Iterator[Callable[[str], Any]]:
-    """Return a function that executes a statement."""
+def _open_executor(store: str) -> Iterator[Callable[[str], Any]]:
+    """Yield a function that executes a statement."""
     if store.startswith(SQLITE):
         path = store.removeprefix(SQLITE)
         with closing(preferred_driver.connect(path, timeout=60, isolation_level=None)) as conn:

@@ -428,9 +428,8 @@ def test_y_endless_calls_do_not_block_the_draining_of_a_replica(
             assert replica_of(caught.value)
         rolling.join(180)
     assert at not in cluster.replicas()
-    assert (
-        time.monotonic() - began < 90
-    )  # Ray would have killed each of the two replicas after 47 s
+    # If the replicas did not drain by themselves, Ray would kill each of the two after 52 s.
+    assert time.monotonic() - began < 90
 
 
 def test_z_when_a_replica_is_killed_only_its_conversations_move(

@@ -142,7 +142,7 @@ class Crowd:
             self.create(name)
 
     def create(self, name: str) -> None:
-        """Create a conversation. Some declare a prefix; others only begin with the same text."""
+        """Create a conversation. Some name a prefix (`prefix_id`); others only begin with the same text."""
         prompt = self.random.choice(("", "Be brief.", "The rain is over in Oslo."))
         prefix_id = f"p{len(prompt)}" if self.random.random() < 0.5 else ""
         self.runtime.conversations.create(name, system_prompt=prompt, prefix_id=prefix_id)

@@ -159,7 +159,7 @@ def test_every_pair_of_settings_gives_right_replies(
 def test_two_ranks_give_right_replies_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """Three starts cover each value once. Rounded weights need a single rank."""
+    """In nightly runs, three starts cover each value of the other options. Rounded weights need one rank."""
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
     row |= {"weights": "native", "tensor_parallel": "2", "turns_max": "12"}
     result = run_with(model, tmp_path / "data", row)

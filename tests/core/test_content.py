@@ -76,7 +76,7 @@ def test_a_prompt_with_a_cached_prefix_computes_only_the_rest() -> None:
 
 
 def test_a_copied_page_is_not_copied_again_in_the_same_iteration() -> None:
-    """Turns b and c share the first two tokens of the third chunk, so one would copy the other's copy.
+    """The third chunks of a, b and c begin with the same tokens, so one copy could be made of another copy.
 
     A device makes the copies of an iteration in any order. So a copy must not be the source of another copy.
     """

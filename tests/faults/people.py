@@ -128,7 +128,7 @@ class People:
     # -- conversations --
 
     def create(self, name: str = "", system: str | None = None, prefix_id: str = "") -> None:
-        """Create a conversation. Some share a prefix and its KV; others begin alike only by chance."""
+        """Create a conversation. Some name a prefix (`prefix_id`); others only begin with the same text."""
         if self.daemon is None:
             return
         daemon = self.daemon

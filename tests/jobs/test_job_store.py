@@ -297,7 +297,7 @@ def test_pages_are_limited_by_bytes_and_skip_nothing(jobs: JobStore) -> None:
 
 
 def test_fifty_thousand_lines_are_answered_in_chunks_out_of_order(jobs: JobStore) -> None:
-    """Memory depends on the page size only. Each line is written and read a fixed number of times."""
+    """Lines are read in pages of at most 1,000. Each line is answered once and read once."""
     num_lines = 50_000
     jobs.create(NewJob(KEY))
     for first in range(1, num_lines, 1000):

@@ -62,10 +62,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def can_claim(process: Process, *call: Any) -> bool:
+def try_claim(process: Process, *call: Any) -> bool:
     """Make a call that claims a conversation. Return False if another daemon owns the conversation."""
     answer = process(*call)
-    return not (isinstance(answer, list) and answer[:2] == ["error", "OwnedElsewhere"])
+    if not isinstance(answer, list) or answer[0] != "error":
+        return True
+    assert answer[1] == "OwnedElsewhere", answer
+    return False
 
 
 def problems_in(path: Path) -> list[str]:
@@ -104,7 +107,7 @@ def test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease(
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     assert b("running", "tea") == turn_id
     a.kill()
-    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
     again = b("begin", "tea", "r1", 2)
     assert again == [turn_id, attempt + 1, False, "running"]
     assert b("finish", turn_id, attempt + 1, 7) == 1
@@ -138,7 +141,7 @@ def test_a_late_turn_end_is_refused_after_another_daemon_took_over(
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
-    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
     a.resume()
     for late in (attempt, 0, attempt + 1):
         assert a("finish", turn_id, late, 99)[1] == "Unavailable"

@@ -32,7 +32,7 @@ from tests.store.talk import begin, create
 from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  the same tests run on both databases
     NUM_CONVERSATIONS,
-    can_claim,
+    try_claim,
     check_epochs,
     test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease,
     test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale,
@@ -164,7 +164,7 @@ def test_a_disconnected_daemon_cannot_end_a_turn_that_another_daemon_claimed(
     kept, *_ = a("begin", "cup", "r1", 3)
     proxy.cut()
     a.put("finish", turn_id, attempt, 99)
-    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
     assert b("finish", turn_id, attempt + 1, 7) == 1
     proxy.heal(closes=closes)
     assert a.answer()[1] in ("Unavailable", "StoreUnavailable")
@@ -181,7 +181,7 @@ def test_a_daemon_that_is_stopped_during_a_transaction_loses_its_locks(start: St
     a.put("hold_write_lock")
     wait_until(lambda: is_stopped(a.child.pid))
     assert b("say", "cup", "r1", 2) == 1
-    wait_until(lambda: can_claim(b, "begin", "tea", "r1", 2))
+    wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
     a.resume()
     assert a.answer()[:2] == ["error", "StoreUnavailable"]
     assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"

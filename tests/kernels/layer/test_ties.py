@@ -1,8 +1,7 @@
 """If router logits are equal, the compiled kernels choose the same experts as `torch.topk`.
 
-Routers of transformers use `torch.topk`. Logits in bfloat16 are often equal, because the 128
-logits of a row have only a few hundred possible values. So in many rows another expert has the same logit as
-the last chosen expert.
+Routers of transformers use `torch.topk`. Logits in bfloat16 are often equal, because they have only a
+few hundred possible values. So in many rows another expert has the same logit as the last chosen expert.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class CountedClock:
         return self._num_looks / 1000
 
 
-def without_seeds(iteration: Iteration) -> Iteration:
+def with_equal_seeds(iteration: Iteration) -> Iteration:
     """Set all seeds to 0: turns without a seed get a random one. Greedy tokens do not depend on seeds."""
     started = (each._replace(sampling=replace(each.sampling, seed=0)) for each in iteration.started)
     return replace(iteration, started=tuple(started))
@@ -283,7 +283,7 @@ class Recorder:
         return self.own.depth
 
     def launch(self, iteration: Iteration) -> None:
-        self.iterations.append(without_seeds(iteration))
+        self.iterations.append(with_equal_seeds(iteration))
         self.own.launch(iteration)
 
     def collect(self) -> Outcome:
@@ -304,7 +304,7 @@ class Replayer(Recorder):
     def launch(self, iteration: Iteration) -> None:
         index = len(self.iterations)
         recorded = self._recorded.iterations[index]
-        assert without_seeds(iteration) == recorded, (
+        assert with_equal_seeds(iteration) == recorded, (
             f"iteration {index} differs from the recorded iteration"
         )
         super().launch(iteration)
