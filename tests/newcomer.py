@@ -40,6 +40,7 @@ QUIET = [
     r"converting smollm2: \d+ %",
     r"pensieve: waiting for .*",
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO .*",  # the daemon's log
+    r"[\d:, -]+ WARNING the event loop stalled for .*",  # the machine is slow
     r"(Looking in|Processing|Collecting|Using cached|Downloading|Requirement already|Obtaining) .*",
     r"(Installing|Preparing|Getting|Building|Created|Stored|Successfully|Saved|Checking|Attempting) .*",
     r"(Found existing|Uninstalling|Would install|Can't uninstall|Not uninstalling) .*",

@@ -211,9 +211,7 @@ def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
 
 PARTS: Mapping[str, Part] = {
     "faults": faults,
-    "bytes": scaled(
-        "api/grpc/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000
-    ),
+    "bytes": scaled("api/grpc/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000),
     "values": scaled(
         "api/grpc/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
     ),

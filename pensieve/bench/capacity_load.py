@@ -11,6 +11,7 @@ begins with the conversations of a shorter load.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from pensieve.bench.report import percentile
 from pensieve.bench.workload import NUM_WORDS, Script, ScriptedMessage
 from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.values import Delta
+from pensieve.errors import NotFound
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ async def play(
                 await asyncio.sleep(message.think_seconds)
                 await run_turn(conversation, message.text)
         finally:
-            await conversation.delete()
+            with contextlib.suppress(NotFound):  # it was cut off before its first message arrived
+                await conversation.delete()
 
     async with AsyncClient(address) as client:
         tasks = [

@@ -75,7 +75,7 @@ def test_a_load_that_is_cut_off_leaves_no_running_turns() -> None:
     """An iteration takes 0.2 s, and a reply takes sixty iterations."""
     with serving([], {"PENSIEVE_ENGINE": "echo:0.2"}) as daemon:
         scripts = OfferedLoad(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
-        cut = asyncio.run(play(daemon.address, scripts, 60, 2.0))
+        cut = asyncio.run(play(daemon.address, scripts, 60, 8.0))
         assert len(cut.turns) == len(scripts)
         assert not any(turn.is_complete for turn in cut.turns)
         assert all(turn.first_token_seconds > 0 for turn in cut.turns)

@@ -97,7 +97,7 @@ def test_the_replies_of_every_server_equal_unbatched_ones(name: str) -> None:
         if not (name == "tree" and kind.startswith("padding")):
             with serve(model) as server:
                 futures = [server.submit(graph) for graph in graphs]
-                replies = [future.result(20) for future in futures]
+                replies = [future.result(60) for future in futures]
             assert all(map(equal, replies, alone)), kind
             assert not server.lives, "slots are freed"
 
@@ -116,7 +116,7 @@ def test_a_state_that_two_cells_read_is_kept_for_both() -> None:
     leaf, inner = model.cells
     shared = Graph([Node(leaf, (), (5,)), Node(inner, (0, 0)), Node(inner, (0, 1))])
     with CellServer(model, Scheduler(model.cells, max_tasks_to_submit=1)) as server:
-        assert equal(server.submit(shared).result(20), run_alone(model, shared))
+        assert equal(server.submit(shared).result(60), run_alone(model, shared))
 
 
 def test_bart_replies_are_those_of_transformers() -> None:
@@ -192,7 +192,7 @@ def test_a_request_is_answered_while_later_tasks_of_its_batch_wait() -> None:
         server.runners[0].launch = launch_after_the_answer  # type: ignore[method-assign]
         long = server.submit(model.unfold([5] * 100))
         short = server.submit(model.unfold([5] * 2))
-        assert len(long.result(20)) == 3
+        assert len(long.result(60)) == 3
 
 
 def test_after_the_end_token_no_more_decoders_are_submitted() -> None:
@@ -210,8 +210,8 @@ def test_after_the_end_token_no_more_decoders_are_submitted() -> None:
             return launch(task)
 
         server.runners[0].launch = note  # type: ignore[method-assign]
-        assert server.submit(graph).result(20) == reply[: reply.index(eos) + 1]
-        assert server.submit(endless.unfold([5], 1)).result(20), (
+        assert server.submit(graph).result(60) == reply[: reply.index(eos) + 1]
+        assert server.submit(endless.unfold([5], 1)).result(60), (
             "decoders that still run do no harm"
         )
     assert len(launched) <= 3 + 2 * MAX_TASKS_TO_SUBMIT + 2
@@ -227,7 +227,7 @@ def test_a_running_request_keeps_only_the_states_that_cells_will_read() -> None:
             return launch(task)
 
         server.runners[0].launch = count  # type: ignore[method-assign]
-        server.submit(model.unfold([5] * 100)).result(20)
+        server.submit(model.unfold([5] * 100)).result(60)
     assert max(kept) <= MAX_TASKS_TO_SUBMIT + 1
 
 
@@ -237,7 +237,7 @@ def test_requests_that_came_together_are_batched_together(monkeypatch: pytest.Mo
     class Inbox(SimpleQueue[Any]):
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
             waiting.set()
-            assert submitted.wait(20)
+            assert submitted.wait(60)
             return super().get(block, timeout)
 
     class Noting(Merging):
@@ -249,11 +249,11 @@ def test_requests_that_came_together_are_batched_together(monkeypatch: pytest.Mo
     model = lstm(16, VOCAB)
     monkeypatch.setattr("pensieve.cells.executor.SimpleQueue", Inbox)
     with CellServer(model, Noting()) as server:
-        assert waiting.wait(20)
+        assert waiting.wait(60)
         futures = [server.submit(model.unfold([5])) for _ in range(3)]
         submitted.set()
         for future in futures:
-            future.result(20)
+            future.result(60)
     assert sizes == [3]
 
 
@@ -263,9 +263,9 @@ def test_an_error_of_a_cell_fails_the_requests_and_the_server_ends(kind: str) ->
     with SERVERS[kind](model) as server:
         wrong: Future[Any] = server.submit(model.unfold([VOCAB + 1]))
         with pytest.raises(IndexError):
-            wrong.result(20)
+            wrong.result(60)
         with pytest.raises(IndexError):
-            server.submit(model.unfold([5])).result(20)
+            server.submit(model.unfold([5])).result(60)
 
 
 def test_requests_that_arrive_while_a_cell_fails_fail_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,27 +277,27 @@ def test_requests_that_arrive_while_a_cell_fails_fail_too(monkeypatch: pytest.Mo
     class Failing(Scheduler):
         def add(self, request: int, graph: Graph) -> None:
             if request == 2:
-                assert arrived.wait(20)
+                assert arrived.wait(60)
             if request == 3:
                 failing.set()
-                assert failed.wait(20)
+                assert failed.wait(60)
             super().add(request, graph)
 
     def launch(task: Task) -> Launched:
         running.set()
-        assert failing.wait(20)
+        assert failing.wait(60)
         failed.set()
         raise IndexError("a cell")
 
     with CellServer(model, Failing(model.cells)) as server:
         server.runners[0].launch = launch  # type: ignore[method-assign]
         futures = [server.submit(model.unfold([5]))]
-        assert running.wait(20)
+        assert running.wait(60)
         futures += [server.submit(model.unfold([5])) for _ in range(3)]
         arrived.set()
         for future in futures:
             with pytest.raises(IndexError):
-                future.result(20)
+                future.result(60)
 
 
 def test_the_best_batch_is_a_size_that_was_measured() -> None:

@@ -151,7 +151,7 @@ def test_an_http_request_without_a_key_that_is_forwarded_twice_is_one_turn(
 
 
 def test_a_repeated_request_at_another_daemon_returns_the_running_response(both: Both) -> None:
-    body = {"model": MODEL, "input": "Hello.", "background": True, "max_output_tokens": 100}
+    body = {"model": MODEL, "input": "Hello.", "background": True, "max_output_tokens": 400}
     body["ignore_eos"] = True
     key = {"idempotency-key": "k-1"}
     began = both.http[ONE].ask("POST", "/v1/responses", body, key).value
@@ -181,7 +181,7 @@ def test_a_chat_at_another_daemon_is_continued_by_the_owner_and_streamed(both: B
         {"role": "assistant", "content": reply},
         {"role": "user", "content": "And?"},
     ]
-    body = {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 100}
+    body = {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 400}
     connection = both.http[TWO].connection()
     connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}))
     answer = connection.getresponse()

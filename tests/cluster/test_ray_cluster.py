@@ -160,11 +160,14 @@ def test_the_session_id_in_the_metadata_selects_the_replica(stub: Any) -> None:
 
 def test_any_replica_serves_any_conversation(cluster: RayCluster, stub: Any) -> None:
     """The daemon of that replica forwards the turn to the conversation's owner."""
-    names = {send(stub, "anywhere", str(turn), session_id=f"key {turn}") for turn in range(8)}
-    assert names == set(cluster.replicas())
+    replicas, names, num_turns = set(cluster.replicas()), set[str](), 0
+    while names != replicas and num_turns < 64:  # a key may belong to either replica
+        names.add(send(stub, "anywhere", str(num_turns), session_id=f"key {num_turns}"))
+        num_turns += 1
+    assert names == replicas
     with Client(cluster.address) as client:
         texts = [each.text for each in client.conversation("anywhere").messages()]
-    assert texts[::2] == [str(turn) for turn in range(8)]
+    assert texts[::2] == [str(turn) for turn in range(num_turns)]
     assert all(texts)
 
 
@@ -456,7 +459,7 @@ def test_zz_down_waits_for_running_turns(cluster: RayCluster, stub: Any) -> None
         conversation_id="last",
         request_id="last-1",
         messages=[pb.NewMessage(content="x")],
-        sampling=pb.Sampling(max_tokens=600, ignore_eos=True),
+        sampling=pb.Sampling(max_tokens=900, ignore_eos=True),
     )
     turn = stub.SendMessage(request, timeout=200)
     assert next(turn).WhichOneof("event") == "started"

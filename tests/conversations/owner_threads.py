@@ -34,7 +34,7 @@ class OwnerThreads:
     def watch_daemon(self, daemon: Daemon) -> None:
         """Watch all objects that a thread of the daemon owns. Call this after the daemon has started."""
         conversations = daemon.conversations
-        self.watch(conversations._history, "store")
+        self.watch(conversations._history, "store", {"interim_root"})  # thread-safe
         self.watch(daemon.store, "store", ALLOWED_IN_OTHER_THREADS)
         self.watch(conversations, "loop")
         self.watch(conversations.turns, "loop")

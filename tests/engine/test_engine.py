@@ -174,8 +174,8 @@ def test_the_engine_runs_in_a_thread_until_its_mailbox_closes() -> None:
     thread.start()
     rig.mailbox.put(submit(1, "a", [], [3, 4]))
     sampled: list[int] = []
-    assert outbox.get(10.0) == TurnAdmitted(1, missing_tokens=2)
-    while not isinstance(event := outbox.get(10.0), TurnEnded):
+    assert outbox.get(60.0) == TurnAdmitted(1, missing_tokens=2)
+    while not isinstance(event := outbox.get(60.0), TurnEnded):
         assert isinstance(event, SampledToken)
         sampled.append(event.token_id)
     rig.mailbox.close()

@@ -32,11 +32,13 @@ from pensieve.jobs.job_records import JobOutcome, JobState, ResultKind
 from pensieve.jobs.prepared import LineReader
 from pensieve.jobs.values import JobHeader, JobView
 from pensieve.jobs.worker import JobsConfig
+from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 URL = "/v1/chat/completions"
 DOCUMENT = "A library keeps books so that somebody may read them in a hundred years. " * 12
 SLOW = (*ECHO, "--seconds=0.02")
+BRIEF = pb.Sampling(max_tokens=12)
 
 
 def line(number: int, **changes: Any) -> dict[str, Any]:
@@ -233,11 +235,12 @@ def test_no_answer_is_lost_if_the_engine_is_killed(tmp_path: Path) -> None:
     right = run_undisturbed(tmp_path / "alone", file)
     with rig(tmp_path / "data", SLOW, turns_max="8") as daemon:
         send(daemon, "j", file)
+        killed: list[int | None] = [None]
         for least in (5, 15, 25, 40):
             wait_for(lambda least=least: view(daemon, "j").num_answered >= least)
-            pid = daemon.daemon.engine.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: daemon.daemon.engine.pid not in killed)
+            killed.append(daemon.daemon.engine.pid)
+            os.kill(killed[-1], signal.SIGKILL)  # type: ignore[arg-type]
         ended = wait_until_ended(daemon, "j")
         assert (ended.num_answered, ended.num_refused) == (80, 0)
         assert words(daemon, "j") == right
@@ -312,7 +315,7 @@ def test_a_chat_is_answered_at_once_while_a_job_fills_the_engine(tmp_path: Path)
     with rig(tmp_path / "data", SLOW) as daemon:
         send(daemon, "j", file)
         wait_for(lambda: view(daemon, "j").num_running > 64)
-        assert daemon.ask("chat", "hello").completed is not None
+        assert daemon.ask("chat", "hello", sampling=BRIEF).completed is not None
         assert view(daemon, "j").num_answered < 200
         assert wait_until_ended(daemon, "j").num_answered == 200
         assert words(daemon, "j") == right
@@ -321,7 +324,7 @@ def test_a_chat_is_answered_at_once_while_a_job_fills_the_engine(tmp_path: Path)
 def test_jobs_of_different_tenants_take_turns(tmp_path: Path) -> None:
     with rig(tmp_path, SLOW, turns_max="2") as daemon:
         for number in range(3):
-            send(daemon, f"a{number}", file_of(line(each) for each in range(6)), tenant="a")
+            send(daemon, f"a{number}", file_of(line(each) for each in range(60)), tenant="a")
         send(daemon, "b", file_of([line(1)]), tenant="b")
         wait_for(lambda: view(daemon, "b", tenant="b").state is JobState.ENDED)
         assert view(daemon, "a2", tenant="a").state is JobState.WAITING
@@ -403,7 +406,7 @@ def test_a_full_disk_stops_a_job_but_no_chat(
         monkeypatch.setattr(daemon.job_store, "answer", answer)
         send(daemon, "j", file_of(line(number) for number in range(12)))
         wait_for(lambda: "disk is full" in view(daemon, "j").problem)
-        assert daemon.ask("chat", "hello").completed is not None
+        assert daemon.ask("chat", "hello", sampling=BRIEF).completed is not None
         is_full = False
         ended = wait_until_ended(daemon, "j")
         assert (ended.num_answered, ended.problem) == (12, "")

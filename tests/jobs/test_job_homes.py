@@ -308,7 +308,7 @@ def test_jobs_of_a_lost_daemon_are_forgotten_after_the_usual_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_jobs, "FORGET_SECONDS", 0.05)
-    with daemon_rig(tmp_path, "two", keep_seconds=0.5) as two:
+    with daemon_rig(tmp_path, "two", keep_seconds=5.0) as two:
         with daemon_rig(tmp_path, "one") as one:
             file_id = TwoDaemons([one, two]).upload(ONE)
         both = TwoDaemons([one, two])

@@ -160,7 +160,7 @@ def test_processes_started_by_a_timed_out_section_are_killed_with_it(
 ) -> None:
     monkeypatch.setattr(bench_gpu, "run_section", starts_another)
     log = io.StringIO()
-    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 3))
+    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 10))
     assert ended(int(log.getvalue().split()[0]))
 
 

@@ -109,7 +109,7 @@ def test_the_table_has_both_numbers_a_verdict_and_a_reason(
     for row in rows:
         assert row["verdict"] in VERDICTS
         # One row has no verdict: the paper describes the setting, and claims nothing about it.
-        assert (row["verdict"] == NO_VERDICT) == (row["figure"] == "section 4.3"), row
+        assert (row["verdict"] == NO_VERDICT) == (row["figure"].endswith("section 4.3")), row
         assert row["reason"]
         assert all(map(math.isfinite, row["by_seed"]))
 

@@ -13,12 +13,16 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, StoreUnavailable, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewTurn
+from pensieve.store.shared_file import is_stopped
 from tests.store.talk import reply, user
 
 LEASE_SECONDS = 1.0  # the lease of a daemon that the test lets expire
@@ -40,6 +44,15 @@ class Worker:
         )
         self.store.watch(lambda tenant, conversation_id: self.stale.append(conversation_id))
         self.store.announce(f"{name}:1", "", "")
+        self._renewing = threading.Lock()  # held while the lease thread may write
+        leases = vars(self.store)["_leases"]
+        renew = leases._renew_and_tidy
+
+        def renew_if_not_stopped() -> None:
+            with self._renewing:
+                renew()
+
+        leases._renew_and_tidy = renew_if_not_stopped
 
     def create(self, conversation_id: str) -> None:
         self.store.create_conversation(NewConversation(conversation_id, "f", [user("head", 1)]))
@@ -85,6 +98,14 @@ class Worker:
         """Stop the process in the middle of a write, until the test continues it."""
         with vars(self.store)["_writer"].writing() as conn:
             conn.execute(statement).fetchall()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stop_between_writes(self) -> None:
+        """Stop the process while it writes nothing, until the test continues it.
+
+        Other daemons kill a process that was stopped in the middle of a write.
+        """
+        with self._renewing:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def race(self, prefix: str, num: int, seed: int) -> list[list[Any]]:
@@ -186,7 +207,18 @@ class Process:
         self.child.kill()
         self.child.wait()
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the process between two writes, and let it continue at the end."""
+        self.put("stop_between_writes")
+        while not is_stopped(self.child.pid):
+            time.sleep(0.01)
+        yield
+        self.resume()
+        assert self.answer() is None
+
     def stop(self) -> None:
+        """Stop the process at once, perhaps in the middle of a write."""
         self.child.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -294,7 +294,7 @@ def test_a_lost_connection_affects_only_its_own_thread(
 
 SLOW_COMMIT = (
     "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql"
-    " AS 'BEGIN PERFORM pg_sleep(1); RETURN NULL; END'",
+    " AS 'BEGIN PERFORM pg_advisory_xact_lock_shared(77); RETURN NULL; END'",
     "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON turns DEFERRABLE INITIALLY DEFERRED"
     " FOR EACH ROW EXECUTE FUNCTION slow()",
 )
@@ -308,7 +308,8 @@ def test_a_commit_after_its_connection_was_lost_leaves_no_running_turn(
     create(store, "cup")
     for statement in SLOW_COMMIT:
         execute_separately(statement)
-    committing = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+    execute_separately("SELECT pg_advisory_lock(77)")  # the COMMIT waits for this lock
+    committing = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'advisory'"
 
     def lose() -> None:
         while not execute_separately(committing).fetchall():
@@ -321,6 +322,7 @@ def test_a_commit_after_its_connection_was_lost_leaves_no_running_turn(
         begun, _ = call_concurrently(partial(begin, store, "tea", "r1", "hi", 1), lose)
         assert isinstance(begun, StoreUnavailable)
     store.changes.set_metadata("cup", {"a": 1})
+    execute_separately("SELECT pg_advisory_unlock(77)")
     while execute_separately(committing).fetchall():
         pass
     execute_separately("DROP TRIGGER slow ON turns")

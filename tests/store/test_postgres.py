@@ -93,8 +93,18 @@ def open_exclusively(url: str) -> PostgresLanes:
     return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, True, 5.0)
 
 
+def wait_until_disconnected(postgres: PostgresServer, url: str) -> None:
+    """Wait until all sessions have ended, because a session keeps its locks until then."""
+    sessions = (
+        f"SELECT 1 FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
+        " AND backend_type = 'client backend'"
+    )
+    while postgres.execute(sessions):
+        pass
+
+
 def test_exclusive_access_is_refused_while_others_are_connected_and_names_them(
-    opened: Open, url: str
+    opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     with opened("pensieve serve"), opened("another"):
         holders = (
@@ -102,6 +112,7 @@ def test_exclusive_access_is_refused_while_others_are_connected_and_names_them(
         )
         with pytest.raises(StoreLocked, match=holders), open_exclusively(url).reading():
             pass
+    wait_until_disconnected(postgres, url)
     with contextlib.closing(open_exclusively(url)) as first:
         with first.reading():
             pass
@@ -149,6 +160,7 @@ def test_a_process_that_lost_its_exclusive_access_stops_writing(
             pass
         create(second, "tea")
         say(second, "tea", "r1", user("hi", 1), reply("other", 3))
+    wait_until_disconnected(postgres, url)
     for _ in range(2):
         with pytest.raises(StoreLocked, match="was taken over by second, pid"), first.writing():
             pass
@@ -324,7 +336,7 @@ def test_an_operation_that_loses_its_session_happens_completely_or_not_at_all(
 def test_a_turn_end_that_committed_despite_an_error_is_not_stored_twice(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = opened()
+    store = opened(lease_seconds=3600.0)  # a renewal of the lease would use up a fault
     faults = SessionLoss(True, monkeypatch)
     create(store, "tea")
     for number in range(1, 40):
@@ -690,7 +702,7 @@ def test_beginning_and_ending_a_turn_take_two_round_trips_each(
     opened: Open, postgres: PostgresServer, url: str, tmp_path: Path
 ) -> None:
     round_trips = RoundTrips(postgres.path, tmp_path)
-    store = opened(url=url.replace(str(postgres.path), str(tmp_path)))
+    store = opened(url=url.replace(str(postgres.path), str(tmp_path)), lease_seconds=3600.0)
     create(store, "tea")
     counts = []
     for number in range(5):
@@ -728,7 +740,7 @@ def test_an_error_inside_a_savepoint_is_raised_at_its_release_and_the_rollback_u
 def test_no_session_stays_in_a_transaction_even_after_an_error(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    store = opened()
+    store = opened(lease_seconds=3600.0)
     create(store, "tea")
     reads = store._backend.snapshots()
     there = (

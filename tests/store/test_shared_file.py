@@ -105,7 +105,6 @@ def test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease(
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
-    assert b("running", "tea") == turn_id
     a.kill()
     wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
     again = b("begin", "tea", "r1", 2)
@@ -140,9 +139,8 @@ def test_a_late_turn_end_is_refused_after_another_daemon_took_over(
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
-    a.stop()
-    wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
-    a.resume()
+    with a.stopped():
+        wait_until(lambda: try_claim(b, "begin", "tea", "r1", 2))
     for late in (attempt, 0, attempt + 1):
         assert a("finish", turn_id, late, 99)[1] == "Unavailable"
     assert b("log", "tea") == [1]
@@ -159,9 +157,8 @@ def test_a_daemon_with_an_expired_lease_keeps_turns_that_no_daemon_claimed(start
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
-    a.stop()
-    wait_until(lambda: b("running", "tea") is None)  # the next claim would interrupt the turn
-    a.resume()
+    with a.stopped():
+        wait_until(lambda: b("running", "tea") is None)  # the next claim would interrupt the turn
     assert a("finish", turn_id, attempt, 7) == 1
     assert a("log", "tea") == [1, 2, 7]
 
@@ -298,9 +295,8 @@ def test_the_housekeeper_empties_a_wal_that_may_contain_deleted_text(
 def test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over(start: Start) -> None:
     a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
     assert (a("is_housekeeper"), b("is_housekeeper")) == (True, False)
-    a.stop()
-    wait_until(lambda: bool(b("is_housekeeper")))
-    a.resume()
+    with a.stopped():
+        wait_until(lambda: bool(b("is_housekeeper")))
     assert not a("is_housekeeper")  # at once, before it has renewed its lease
     b("close")
     wait_until(lambda: bool(a("is_housekeeper")))
@@ -361,11 +357,12 @@ def test_a_process_that_has_just_written_does_not_overtake_waiting_writers(tmp_p
     import threading
 
     order: list[int] = []
-    path, ending = tmp_path / "db", threading.Event()
+    path, started = tmp_path / "db", threading.Barrier(3)
 
     def write(number: int) -> None:
-        lock = WriterLock(path, 10.0, 10.0)
-        while not ending.is_set():
+        lock = WriterLock(path, 60.0, 60.0)
+        started.wait()
+        while len(order) < 600:
             with lock.taken():
                 order.append(number)
                 time.sleep(0.001)
@@ -374,8 +371,6 @@ def test_a_process_that_has_just_written_does_not_overtake_waiting_writers(tmp_p
     threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
     for each in threads:
         each.start()
-    time.sleep(1.0)
-    ending.set()
     for each in threads:
         each.join()
     runs = [len(list(group)) for _, group in itertools.groupby(order[10:-10])]

@@ -32,7 +32,6 @@ from tests.store.talk import begin, create
 from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  the same tests run on both databases
     NUM_CONVERSATIONS,
-    try_claim,
     check_epochs,
     test_a_conversation_of_a_killed_daemon_can_be_claimed_after_its_lease,
     test_a_conversation_recreated_after_another_daemon_deleted_it_is_reported_as_stale,
@@ -43,6 +42,7 @@ from tests.store.test_shared_file import (  # noqa: F401  the same tests run on 
     test_one_daemon_is_the_housekeeper_and_another_daemon_takes_over,
     test_the_creator_owns_a_conversation_and_other_daemons_learn_its_address,
     test_two_owners_never_share_an_epoch,
+    try_claim,
     wait_until,
 )
 

@@ -470,7 +470,9 @@ class PostgresWriter:
             try:
                 return self.address.connect(self._claim.name, *seconds)
             except self.address.driver.OperationalError as error:
-                if not (is_start and _is_server_down(error) and time.monotonic() < end):
+                # One try may take the whole time, so there are at least two.
+                is_over = is_waiting and time.monotonic() >= end
+                if is_over or not (is_start and _is_server_down(error)):
                     raise
                 if not is_waiting:
                     log.warning(

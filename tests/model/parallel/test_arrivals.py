@@ -245,7 +245,7 @@ def test_a_rank_that_disconnects_is_awaited_again() -> None:
 
 
 def test_the_error_names_the_missing_ranks() -> None:
-    arrivals = Arrivals(remote_ranks(3, 2.0), lambda line: None)
+    arrivals = Arrivals(remote_ranks(3, 6.0), lambda line: None)
     visitors = Visitors(arrivals.address)
     thread = threading.Thread(target=visitors.come, args=(other_identity(host="host-b"),))
     thread.start()
