@@ -103,7 +103,7 @@ def test_a_paused_daemon_that_resumes_writes_nothing_of_its_old_turn(
     away = Saying(first, "still", "r", LONG)
     assert away.begun.wait(120)
     (session,) = {each["session"] for each in cluster.events("begun", conversation_id="still")}
-    cluster.do(paused.pause)
+    cluster.do(paused.pause_between_writes, cluster.world.database)
     try:
         there = Saying(second, "still", "r", LONG).wait()
     finally:
@@ -228,7 +228,7 @@ def test_conversations_of_a_stopped_daemon_are_served_while_it_is_stopped(
             begin,
         ]
         with ThreadPoolExecutor(len(calls)) as threads:
-            cluster.do(paused.pause)
+            cluster.do(paused.pause_between_writes, cluster.world.database)
             try:
                 for each in [threads.submit(call) for call in calls]:
                     each.result(60)

@@ -15,12 +15,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
+from pensieve.store.shared_file import holder_of_lock, is_stopped
 from tests.cluster import owner_log
 from tests.cluster.links import Link
 from tests.newcomer import free_port
@@ -116,6 +118,19 @@ class Part:
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
+
+    def pause_between_writes(self, database: Path) -> None:
+        """Pause the process, but not during a write: other daemons kill a process that pauses then."""
+        assert self._process is not None
+        pid, lock = self._process.pid, database.with_name(f"{database.name}.write")
+        while True:
+            self.pause()
+            while not is_stopped(pid):
+                time.sleep(0.001)
+            if holder_of_lock(lock) != pid:
+                return
+            self.go_on()
+            time.sleep(0.01)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)

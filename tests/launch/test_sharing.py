@@ -100,7 +100,7 @@ async def _talk(tmp_path: Path) -> None:
         both.ask_until_served(1, "tea", "Gone on with at B.", **limit)
         await a.start()
         both.ask(0, "tea", "Sent to A, and answered by B.", **limit)
-        b.pause()  # until its lease has expired
+        b.pause_between_writes(both.path)  # until its lease has expired
         both.ask_until_served(0, "cup", "Is A's now.", **limit)
         b.go_on()
         both.ask(1, "cup", "Sent to B, and answered by A.", **limit)
