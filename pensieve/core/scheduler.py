@@ -405,11 +405,11 @@ class Scheduler:
         turn.move_to(TurnState.RUNNING)
         self.running[turn.attempt_id] = turn
         if admission.copied is not None:
-            # If a turn that wrote to the source chunk fails, the copied chunk is discarded, too.
+            # If a turn that uses the source chunk fails, the copied chunk is discarded, too.
             source, target = admission.copied
-            for writer in self._turns.values():
-                if source in writer.written:
-                    writer.written[target] = None
+            for other in self._turns.values():
+                if source in other.written or other.has_chunk(source):
+                    other.written[target] = None
         return admission
 
     def _plan_streamed(self, builder: IterationBuilder, blocked: BlockedTurns, now: float) -> None:
@@ -591,7 +591,7 @@ class Scheduler:
         """Drop the chunks that the turn has computed, for every turn that uses them."""
         for chunk in self.cache.discard(turn, now):
             for other in self.running.values():
-                if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
+                if other.has_chunk(chunk):
                     other.frontier = min(other.frontier, chunk.index * self._size)
                     if other.streamed and other is not turn:
                         self._disturbed.append(other)

@@ -133,7 +133,8 @@ class Turn:
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # chunks of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # host pages if `streamed`
-    written: dict[Chunk, None] = field(default_factory=dict)  # chunks that it has computed in part
+    # Chunks to discard if it fails: those that it has computed in part, and copies of its chunks.
+    written: dict[Chunk, None] = field(default_factory=dict)
     # Chunks that collected iterations have completed, with their generations; see `ContentIndex`.
     completed: list[tuple[Chunk, int]] = field(default_factory=list)
     num_uncommitted: int = 0  # launched iterations with a slice of this turn
@@ -142,6 +143,10 @@ class Turn:
     finish: FinishReason | None = None
     log_tokens: int | None = None  # after a cancel: the log's length
     usage: Usage = field(default_factory=Usage)
+
+    def has_chunk(self, chunk: Chunk) -> bool:
+        """Whether the chunk is in the turn's context. Only running turns have chunks."""
+        return chunk.index < len(self.chunks) and self.chunks[chunk.index] is chunk
 
     @property
     def is_background(self) -> bool:

@@ -101,3 +101,22 @@ def test_a_copy_of_a_failed_turns_chunk_is_not_trusted() -> None:
     world.until_ended(a)
     world.executor.failing_turns = set()
     world.say("b", 1)
+
+
+def test_a_copy_of_a_chunk_that_a_failed_turn_has_only_read_is_not_trusted() -> None:
+    """`b` copies the chunk on write while `a` finds out that the chunk is wrong."""
+    world = ScriptedWorld(16, 0, batch_tokens_max=4)
+    world.say("a", 12)
+    world.fork_at("a", 10, "b")
+    a = world.ask("a", 1, 9)
+    world.next()
+    source = world.chunks("a")[2]
+    assert source not in a.written
+    assert source.device_page is not None
+    world.executor.spoil(world.executor.device, source.device_page, 0)
+    b = world.ask("b", 9)
+    world.next()
+    assert world.cache.counters.copied_on_write == 1
+    assert a.finish is FinishReason.FAILED
+    assert world.chunks("b")[2].filled == 0
+    world.until_ended(b)
