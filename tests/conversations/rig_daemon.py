@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -202,6 +203,21 @@ def blocked_store(rig: DaemonRig) -> Iterator[None]:
         yield
     finally:
         gate.set()
+
+
+@contextmanager
+def stopped_engine(rig: DaemonRig) -> Iterator[None]:
+    """Stop the engine's process inside the block. Turns can begin, but get no tokens and do not end.
+
+    The daemon kills an engine that is silent for `heartbeat_seconds`.
+    """
+    pid = rig.daemon.engine.pid
+    send_signal(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the test may have killed it
+            send_signal(pid, signal.SIGCONT)
 
 
 @dataclass
