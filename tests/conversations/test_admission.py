@@ -212,11 +212,12 @@ def block_the_store(rig: DaemonRig) -> threading.Event:
 
 def test_no_turn_is_refused_because_of_an_earlier_burst(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
-    burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
-    wait_for(lambda: rig.call(_num_waiting(rig)) > 3)
-    wait_for(lambda: _wait_seconds(rig) > 0.02)
-    with pytest.raises(grpc.RpcError) as error:
-        rig.ask("late", "hello", seconds=0.02)
+    with stopped_engine(rig):
+        burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
+        wait_for(lambda: rig.call(_num_waiting(rig)) > 3)
+        wait_for(lambda: _wait_seconds(rig) > 0.02)
+        with pytest.raises(grpc.RpcError) as error:
+            rig.ask("late", "hello", seconds=0.02)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert all(list(stream)[-1].HasField("completed") for stream in burst)
     assert _wait_seconds(rig) == 0.0
