@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -40,7 +41,6 @@ from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests import fork_server
 from tests.conversations.owner_threads import OwnerThreads
-from tests.newcomer import free_port
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
 PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # limit of `wait_for`
@@ -204,6 +204,21 @@ def blocked_store(rig: DaemonRig) -> Iterator[None]:
         gate.set()
 
 
+@contextmanager
+def stopped_engine(rig: DaemonRig) -> Iterator[None]:
+    """Stop the engine's process inside the block. Turns can begin, but get no tokens and do not end.
+
+    The daemon kills an engine that is silent for `heartbeat_seconds`.
+    """
+    pid = rig.daemon.engine.pid
+    send_signal(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the test may have killed it
+            send_signal(pid, signal.SIGCONT)
+
+
 @dataclass
 class StreamedTurn:
     started: Any = None
@@ -286,7 +301,7 @@ class ServeProcess:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", *self.program, "--data", str(self.data)),
-                    *("--address", f"127.0.0.1:{free_port()}", "--ready-file", str(ready)),
+                    *("--address", "127.0.0.1:0", "--ready-file", str(ready)),
                     *self.arguments,
                 ],
                 stderr=log,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from tests.conversations.rig_daemon import (
     blocked_store,
     details,
     read_turn,
+    stopped_engine,
     wait_for,
 )
 
@@ -139,20 +144,33 @@ def test_with_a_full_engine_the_ttft_objective_uses_the_admission_rate() -> None
 # -- with a daemon --
 
 
-@pytest.fixture
-def one_turn_rig(tmp_path: Path) -> Iterator[DaemonRig]:
-    """A daemon whose engine has room for one turn, and takes 5 ms for a token."""
+@contextmanager
+def _one_turn_rig(folder: Path, grace_seconds: float) -> Iterator[DaemonRig]:
     config = DaemonConfig(
-        grace_seconds=0.3,
+        grace_seconds=grace_seconds,
         limits={"few": Limits(turns_max=1), "slow": Limits(tokens_per_second=1.0)},
     )
     program, written = (*ECHO, "--seconds=0.005"), {"turns_max": "1"}
-    with DaemonRig(tmp_path / "data", config=config, program=program, written=written) as rig:
+    with DaemonRig(folder / "data", config=config, program=program, written=written) as rig:
+        yield rig
+
+
+@pytest.fixture
+def one_turn_rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    """A daemon whose engine has room for one turn, and takes 5 ms for a token. No turn is given up."""
+    with _one_turn_rig(tmp_path, 3600) as rig:
+        yield rig
+
+
+@pytest.fixture
+def short_grace_rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    """The same daemon, but a turn is given up when it has had no reader for 0.3 s."""
+    with _one_turn_rig(tmp_path, 0.3) as rig:
         yield rig
 
 
 def turn_request(
-    conversation_id: str, request_id: str, tenant: str = "", max_tokens: int = 60
+    conversation_id: str, request_id: str, tenant: str = "", max_tokens: int = 90_000
 ) -> TurnRequest:
     options = TurnOptions(Sampling(max_tokens=max_tokens, ignore_eos=True))
     messages = (Message("user", "hello"),)
@@ -177,18 +195,29 @@ def call_on_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
     return rig.call(call())
 
 
-def block_the_store(rig: DaemonRig, seconds: float) -> None:
+def begin_in_background(rig: DaemonRig, *args: Any) -> None:
+    async def work() -> None:
+        await rig.daemon.begin(turn_request(*args))
+
+    call_on_loop(rig, rig.daemon.threads.spawn, work())
+
+
+def block_the_store(rig: DaemonRig) -> threading.Event:
+    """Block the store threads after their present jobs, until the returned event is set."""
+    gate = threading.Event()
     for lane in rig.daemon.threads._lanes:
-        call_on_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
+        call_on_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: gate.wait(60.0)))
+    return gate
 
 
 def test_no_turn_is_refused_because_of_an_earlier_burst(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
-    burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
-    wait_for(lambda: rig.call(_num_waiting(rig)) > 3)
-    wait_for(lambda: _wait_seconds(rig) > 0.02)
-    with pytest.raises(grpc.RpcError) as error:
-        rig.ask("late", "hello", seconds=0.02)
+    with stopped_engine(rig):
+        burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
+        wait_for(lambda: rig.call(_num_waiting(rig)) > 3)
+        wait_for(lambda: _wait_seconds(rig) > 0.02)
+        with pytest.raises(grpc.RpcError) as error:
+            rig.ask("late", "hello", seconds=0.02)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert all(list(stream)[-1].HasField("completed") for stream in burst)
     assert _wait_seconds(rig) == 0.0
@@ -242,11 +271,11 @@ def test_a_retry_is_not_refused_because_of_its_own_turn(one_turn_rig: DaemonRig)
 
 def test_a_tenant_over_its_token_rate_can_reattach_to_its_turn(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
-    live = begin(rig, "c", "r1", "slow")
+    live = begin(rig, "c", "r1", "slow", 60)
     call_on_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _ignore))
     with pytest.raises(QueueFull, match="1 tokens per second"):
         begin(rig, "c", "r2", "slow")
-    assert begin(rig, "c", "r1", "slow").reply.token_ids == live.reply.token_ids
+    assert begin(rig, "c", "r1", "slow", 60).reply.token_ids == live.reply.token_ids
 
 
 async def _ignore(tokens: ReplyTokens) -> None:
@@ -258,28 +287,45 @@ async def _ignore(tokens: ReplyTokens) -> None:
 
 def test_attaching_to_a_running_turn_does_not_wait_for_the_store(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
-    first = rig.send("c", "hello", request_id="r1", sampling=LONG)
-    assert next(iter(first)).started.attempt == 1
-    with blocked_store(rig):
-        first.cancel()
-        again = rig.send("c", "hello", request_id="r1", sampling=LONG, seconds=30)
-        started = next(iter(again)).started
+    with stopped_engine(rig):
+        first = rig.send("c", "hello", request_id="r1", sampling=LONG)
+        assert next(iter(first)).started.attempt == 1
+        with blocked_store(rig):
+            first.cancel()
+            again = rig.send("c", "hello", request_id="r1", sampling=LONG, seconds=20)
+            started = next(iter(again)).started
     assert (started.attempt, started.replayed) == (1, False)
     assert len(read_turn(again).token_ids) == 60
 
 
-def test_a_turn_is_not_given_up_while_the_store_delays_its_retry(one_turn_rig: DaemonRig) -> None:
+def test_a_turn_is_not_given_up_while_the_store_delays_its_retry(
+    short_grace_rig: DaemonRig,
+) -> None:
     """The client disconnects before its turn begins, and retries. The store delays the retry."""
-    rig = one_turn_rig
+    rig = short_grace_rig
     rig.ask("c", "first")
-    block_the_store(rig, 0.3)
-    first = rig.send("c", "hello", request_id="r1", sampling=LONG)
-    wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)
-    first.cancel()
-    block_the_store(rig, 0.8)
-    again = rig.ask("c", "hello", request_id="r1", sampling=LONG)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped_engine(rig):  # the turn must not end within the grace period
+            to_begin = block_the_store(rig)
+            first = rig.send("c", "hello", request_id="r1", sampling=LONG)
+            num_lanes = rig.daemon.store.num_lanes
+            wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == num_lanes + 1)
+            first.cancel()
+            wait_for(lambda: _num_calls(rig) == 0)
+            to_retry = block_the_store(rig)
+            retried = pool.submit(rig.ask, "c", "hello", request_id="r1", sampling=LONG)
+            wait_for(lambda: _num_calls(rig) == 1)
+            to_begin.set()
+            wait_for(lambda: rig.num_live == 1)
+            time.sleep(1.0)  # longer than the grace period
+            to_retry.set()
+        again = retried.result()
     assert again.started.attempt == 1
     assert len(again.token_ids) == 60
+
+
+def _num_calls(rig: DaemonRig) -> int:
+    return rig.daemon.admission.allowances.of("", 0.0).num_calls
 
 
 # -- quotas --
@@ -287,11 +333,15 @@ def test_a_turn_is_not_given_up_while_the_store_delays_its_retry(one_turn_rig: D
 
 def test_turns_about_to_begin_count_towards_the_tenants_limit(one_turn_rig: DaemonRig) -> None:
     rig = one_turn_rig
-    block_the_store(rig, 0.5)
-    call_on_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request("c", "r1", "few")))
-    wait_for(lambda: rig.daemon.conversations.arriving.num_of_tenant("few") == 1)
+    second = turn_request("d", "r2", "few")
+    with blocked_store(rig):
+        begin_in_background(rig, "c", "r1", "few", 60)
+        wait_for(lambda: rig.daemon.conversations.arriving.num_of_tenant("few") == 1)
+        refused = asyncio.run_coroutine_threadsafe(rig.daemon.begin(second), rig._loop)
+        # Before a request is refused, the store is asked whether the request is a retry.
+        wait_for(lambda: rig.daemon.conversations._num_lookups["few"] == 1)
     with pytest.raises(QueueFull, match="1 turns at once"):
-        begin(rig, "d", "r2", "few")
+        refused.result(60)
     wait_for(lambda: not rig.daemon.conversations.arriving.num_turns and rig.num_live == 0)
     begin(rig, "d", "r2", "few")
 
@@ -304,7 +354,7 @@ def test_turns_about_to_begin_count_as_ahead_of_a_new_turn(one_turn_rig: DaemonR
 
     with blocked_store(rig):
         for name in ("c", "d"):
-            call_on_loop(rig, rig.daemon.threads.spawn, _begin(rig, turn_request(name, "r1")))
+            begin_in_background(rig, name, "r1", "", 60)
         wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
         assert num_ahead() == 2
         assert num_ahead(priority=1) == 0
@@ -312,18 +362,21 @@ def test_turns_about_to_begin_count_as_ahead_of_a_new_turn(one_turn_rig: DaemonR
     assert num_ahead() == 0
 
 
-async def _begin(rig: DaemonRig, wanted: TurnRequest) -> None:
-    await rig.daemon.begin(wanted)
-
-
 @pytest.mark.parametrize("how", ["gone", "deleted"])
 def test_a_tenant_is_charged_for_computed_tokens_after_a_disconnect_or_deletion(
-    one_turn_rig: DaemonRig, how: str
+    short_grace_rig: DaemonRig, how: str
 ) -> None:
-    rig = one_turn_rig
-    live = begin(rig, "c", "r1", "slow")
-    wait_for(lambda: live.num_tokens > 15)  # the tenant may use 10 at once, and then 1 a second
-    if how == "deleted":
+    rig = short_grace_rig
+
+    async def begin_with_reader() -> tuple[LiveTurn, asyncio.Task[None]]:
+        live = await rig.daemon.begin(turn_request("c", "r1", "slow"))
+        return live, asyncio.create_task(rig.daemon.conversations.followers.until_ended(live))
+
+    live, reader = rig.call(begin_with_reader())
+    wait_for(lambda: live.num_tokens > 100)  # the tenant may use 10 at once, and then 1 a second
+    if how == "gone":
+        call_on_loop(rig, reader.cancel)
+    else:
         call_on_loop(rig, lambda: rig.daemon.conversations.delete("c", "slow"))
     wait_for(lambda: live.finish is not None)
     with pytest.raises(QueueFull, match="1 tokens per second"):

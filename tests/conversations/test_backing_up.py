@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from pensieve.conversations import backing_up
 from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, backup
-from pensieve.store.backup import points, restore
+from pensieve.store.backup import LOCK_NAME, points, restore
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.sharing import needs_sqlite
@@ -274,7 +275,7 @@ class SharingDaemon:
                 *("--ready-file", str(ready)),
             ],
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PENSIEVE_ENGINE": "echo", "PENSIEVE_LEASE": "1"},
+            env={**os.environ, "PENSIEVE_ENGINE": "echo", "PENSIEVE_LEASE": "5"},
         )
         wait_for(ready.exists)
         self.address = ready.read_text().strip()
@@ -282,6 +283,17 @@ class SharingDaemon:
     def say(self, text: str) -> None:
         with Client(self.address) as client:
             client.conversation("tea").ask(text, max_tokens=2)
+
+    def stop_between_backups(self, folder: Path) -> None:
+        """Stop the process (SIGSTOP) while it does not hold the lock of the backup folder."""
+        while True:
+            self.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+            with (folder / LOCK_NAME).open() as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            self.process.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
 
     def end(self) -> None:
         self.process.kill()
@@ -301,9 +313,12 @@ def test_another_daemon_takes_over_the_backup_of_a_shared_file(
         two.say("hello")
         wait_for(lambda: num_messages(folder, restored) == 2)
         assert len(points(folder)) == 1
-        one.process.send_signal(how)
-        if how != signal.SIGSTOP:
+        if how == signal.SIGSTOP:
+            one.stop_between_backups(folder)
+        else:
+            one.process.send_signal(how)
             one.process.wait()
+        first = points(folder)[0]
         two.say("again")
         wait_for(lambda: num_messages(folder, restored) == 4)
         assert len(points(folder)) == 2
@@ -313,6 +328,7 @@ def test_another_daemon_takes_over_the_backup_of_a_shared_file(
             wait_for(lambda: num_messages(folder, restored) == 6)
             time.sleep(0.5)
             assert len(points(folder)) == 2
+            assert points(folder)[0] == first, "the daemon that was stopped has written"
     with ConversationStore.open(restored, "test") as store:
         assert store.verify() == []
 

@@ -19,6 +19,7 @@ from tests.conversations.rig_daemon import (
     blocked_store,
     details,
     read_turn,
+    stopped_engine,
     wait_for,
 )
 from tests.conversations.test_daemon import wrong_tokens
@@ -140,10 +141,12 @@ def test_a_turn_cancelled_before_it_begins_ends_once_it_has_begun(rig: DaemonRig
 
 
 def test_a_cancellation_waits_for_an_end_that_is_being_stored(rig: DaemonRig) -> None:
-    stream = rig.send("c", "hello", request_id="r", sampling=SHORT)
-    next(stream)
     with ThreadPoolExecutor(1) as pool:
-        with blocked_store(rig):
+        with contextlib.ExitStack() as blocking:
+            with stopped_engine(rig):  # the turn must not end before the store is blocked
+                stream = rig.send("c", "hello", request_id="r", sampling=SHORT)
+                next(stream)
+                blocking.enter_context(blocked_store(rig))
             num_lanes = rig.daemon.store.num_lanes
             wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == num_lanes + 1)
             ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)

@@ -74,7 +74,7 @@ def test_healthy_streams_are_complete_despite_abandoned_stalled_and_slow_streams
         engine="echo:0.05",
         parameters={
             "config": {"live_turns_max": 2000, "grace_seconds": 0.5},
-            "listening": {"keepalive_seconds": 3.0, "ping_timeout_seconds": 1.0},
+            "listening": {"keepalive_seconds": 3.0, "ping_timeout_seconds": 5.0},
         },
     )
     address = process.start()

@@ -115,7 +115,7 @@ def test_a_refused_turn_is_freed_without_a_garbage_collection(tmp_path: Path) ->
                 rig.stub.DeleteConversation(request)
             assert server.chat(long).status == 400
             assert server.chat("hello", "yes", long).status == 400
-            wait_for(lambda: not errors_in_memory(), 10.0)
+            wait_for(lambda: not errors_in_memory())
 
 
 def errors_in_memory() -> list[PensieveError]:

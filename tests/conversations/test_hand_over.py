@@ -285,7 +285,7 @@ def test_a_slow_pull_is_stopped_and_keeps_the_received_parts(
 ) -> None:
     name = two.next_unused()
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
-    monkeypatch.setattr(hand_over, "ALWAYS_FETCH_SECONDS", 3.0)
+    monkeypatch.setattr(hand_over, "ALWAYS_FETCH_SECONDS", 10.0)
     fetch_unchanged = fetch_with_changes(lambda number, part: part)
 
     async def fetch(*arguments: Any) -> Parts:
@@ -294,7 +294,7 @@ def test_a_slow_pull_is_stopped_and_keeps_the_received_parts(
             yield each
             number += 1
             if number == 3:
-                await asyncio.sleep(15.0)
+                await asyncio.sleep(60.0)
 
     pulled = two.pull(name, fetch)
     assert pulled.why_no_more == "it took as long as computing would"

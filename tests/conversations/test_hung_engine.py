@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_stopped_engine_is_killed_and_restarted(tmp_path: Path) -> None:
-    config = DaemonConfig(grace_seconds=30.0, heartbeat_seconds=3.0)
+    config = DaemonConfig(grace_seconds=30.0, heartbeat_seconds=5.0)
     with DaemonRig(tmp_path / "data", program=SLOW, config=config) as rig:
         with Client(rig.server.address) as client:
             turn = client.conversation("c").send("hello", max_tokens=60, ignore_eos=True)
@@ -59,7 +59,7 @@ def test_a_stopped_engine_is_killed_and_restarted(tmp_path: Path) -> None:
 
 def test_an_engine_whose_main_thread_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
-    config = DaemonConfig(grace_seconds=30.0, iteration_seconds_max=2.0)
+    config = DaemonConfig(grace_seconds=30.0, iteration_seconds_max=5.0)
     with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults)), config=config) as rig:
         rig.ask("c", "one", sampling=SHORT)
         faults.write_text("hang")
@@ -70,30 +70,30 @@ def test_an_engine_whose_main_thread_hangs_is_killed_and_restarted(tmp_path: Pat
 
 
 def test_an_iteration_longer_than_a_heartbeat_is_not_a_hang(tmp_path: Path) -> None:
-    config = DaemonConfig(heartbeat_seconds=2.0)
-    with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=5"), config=config) as rig:
+    config = DaemonConfig(heartbeat_seconds=5.0)
+    with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=8"), config=config) as rig:
         one = pb.Sampling(max_tokens=1, ignore_eos=True)
         assert rig.ask("c", "hello", sampling=one).completed.revision == 1
         assert rig.daemon.engine.num_restarts == 0
 
 
 def test_an_idle_engine_is_not_killed(tmp_path: Path) -> None:
-    config = DaemonConfig(heartbeat_seconds=2.0, iteration_seconds_max=2.0)
+    config = DaemonConfig(heartbeat_seconds=5.0, iteration_seconds_max=5.0)
     with DaemonRig(tmp_path / "data", config=config) as rig:
-        time.sleep(5.0)
+        time.sleep(8.0)
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
         assert rig.daemon.engine.num_restarts == 0
 
 
 def test_a_daemon_that_was_suspended_does_not_kill_its_engine(tmp_path: Path) -> None:
-    parameters = {"config": {"heartbeat_seconds": 2.0, "iteration_seconds_max": 2.0}}
+    parameters = {"config": {"heartbeat_seconds": 5.0, "iteration_seconds_max": 5.0}}
     process = ServeProcess(tmp_path / "data", parameters=parameters)
     address = process.start()
     with Client(address) as client, Admin(f"unix:{process.data / 'admin.sock'}") as admin:
         conversation = client.conversation("c")
         conversation.ask("one", max_tokens=4, ignore_eos=True)
         process.process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(8.0)
         process.process.send_signal(signal.SIGCONT)
         conversation.ask("two", max_tokens=4, ignore_eos=True)
         time.sleep(1.0)

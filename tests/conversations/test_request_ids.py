@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.store.records import BeginResult
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, read_turn, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, read_turn, stopped_engine, wait_for
 from tests.guard.test_tenants import TokensRig
 
 SHORT = pb.Sampling(max_tokens=4, ignore_eos=True)
@@ -69,13 +69,15 @@ def test_a_request_id_can_be_reused_while_its_turn_ends_in_a_deleted_conversatio
         rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c"))
 
     with DaemonRig(tmp_path / "data", program=SLOW) as rig, ThreadPoolExecutor(3) as pool:
-        first: Future[Any] = pool.submit(say, rig, "first words")
-        wait_for(lambda: rig.num_live == 1)
-        with busy(rig, "in_store"):
-            deletion = pool.submit(delete, rig)
-            wait_for(lambda: store_jobs(rig) == 1)
-            second = pool.submit(say, rig, "second words")
-            wait_for(lambda: store_jobs(rig) == 2)
+        with ExitStack() as blocking:
+            with stopped_engine(rig):  # the first turn must not end before the deletion waits
+                first: Future[Any] = pool.submit(say, rig, "first words")
+                wait_for(lambda: rig.num_live == 1)
+                blocking.enter_context(busy(rig, "in_store"))
+                deletion = pool.submit(delete, rig)
+                wait_for(lambda: store_jobs(rig) == 1)
+                second = pool.submit(say, rig, "second words")
+                wait_for(lambda: store_jobs(rig) == 2)
             wait_for(lambda: store_jobs(rig) == 3)  # the third job ends the first turn
         deletion.result()
         assert first.exception() is not None, "its conversation is gone"

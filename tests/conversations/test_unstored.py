@@ -62,8 +62,8 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[DaemonRig]:
-    """A daemon with iterations of 5 ms, so that tests can act on running turns."""
-    config = DaemonConfig(grace_seconds=0.2, limits={"few": Limits(turns_max=1)})
+    """A daemon with iterations of 5 ms, so that tests can act on running turns. None is given up."""
+    config = DaemonConfig(grace_seconds=3600, limits={"few": Limits(turns_max=1)})
     with DaemonRig(tmp_path / "data", config=config, program=SLOW) as rig:
         yield rig
 
@@ -298,12 +298,14 @@ def test_a_cancellation_keeps_the_requested_tokens_and_ends_the_readers(slow: Da
     assert cached(slow) == []
 
 
-def test_an_unstored_turn_without_readers_is_given_up(slow: DaemonRig) -> None:
-    live = begin(slow, PROMPT, options(90_000))
-    wait_for(lambda: live.finish is not None)
-    assert live.finish is FinishReason.CANCELLED
-    assert isinstance(live.failure, TurnInterrupted)
-    assert (slow.num_live, cached(slow)) == (0, [])
+def test_an_unstored_turn_without_readers_is_given_up(tmp_path: Path) -> None:
+    config = DaemonConfig(grace_seconds=0.2)
+    with DaemonRig(tmp_path / "data", config=config, program=SLOW) as rig:
+        live = begin(rig, PROMPT, options(90_000))
+        wait_for(lambda: live.finish is not None)
+        assert live.finish is FinishReason.CANCELLED
+        assert isinstance(live.failure, TurnInterrupted)
+        assert (rig.num_live, cached(rig)) == (0, [])
 
 
 def test_a_turn_continues_if_one_of_its_readers_leaves(slow: DaemonRig) -> None:

@@ -10,6 +10,7 @@ import signal
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -28,10 +29,18 @@ from pensieve.guard.limits import Allowance, Allowances, Limits
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.raw_http2 import RST_STREAM, RawPeer, frame
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details, read_turn, wait_for
+from tests.conversations.rig_daemon import (
+    ECHO,
+    DaemonRig,
+    details,
+    read_turn,
+    stopped_engine,
+    wait_for,
+)
 
 ENDLESS = pb.Sampling(max_tokens=50_000, ignore_eos=True)
 SHORT = pb.Sampling(max_tokens=3, ignore_eos=True)
+TIMEOUT = 1000.0  # of calls that the guard delays
 
 
 class TokensRig(DaemonRig):
@@ -239,20 +248,36 @@ def test_a_text_that_does_not_fit_is_charged_because_it_was_tokenized(tmp_path: 
 # -- requests and calls --
 
 
-def test_requests_of_all_kinds_are_counted(tmp_path: Path) -> None:
-    with TokensRig(tmp_path, {"a": {"requests_per_second": 0.5}, "b": {}}) as rig:
+def test_requests_of_all_kinds_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pensieve.guard.limits.BURST_SECONDS", 5000.0)  # 5 requests may be saved up
+    with TokensRig(tmp_path, {"a": {"requests_per_second": 0.001}, "b": {}}) as rig:
         with rig.client("a") as client:
-            for number in range(5):  # 10 requests in all, more than may be saved up
+            for number in range(5):
                 with contextlib.suppress(NotFound):
-                    (client.conversations, lambda: client.conversation("no").delete())[number % 2]()
-                    list(client.conversations())
+                    if number % 2:
+                        client.conversation("no").delete()
+                    else:
+                        list(client.conversations())
             with pytest.raises(QueueFull) as error:
                 client.conversation("c").ask("hello", max_tokens=2)
             assert error.value.limit == "requests_per_second"
-            assert 0 < (error.value.retry_after_seconds or 0) <= 2.0
+            assert 500 < (error.value.retry_after_seconds or 0) <= 1000
         with rig.client("b") as client:
             for _ in range(20):
                 list(client.conversations())
+
+
+def record_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Record the pauses of the guard. Skip those that a client's timeout shortens."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0.0 if seconds < 2 * TIMEOUT else seconds)
+
+    namespace = SimpleNamespace(sleep=pause, get_running_loop=asyncio.get_running_loop)
+    monkeypatch.setattr("pensieve.guard.guard.asyncio", namespace)
+    return pauses
 
 
 def test_refusals_of_a_tenant_over_its_limits_are_delayed_and_other_tenants_do_not_wait(
@@ -260,6 +285,7 @@ def test_refusals_of_a_tenant_over_its_limits_are_delayed_and_other_tenants_do_n
 ) -> None:
     monkeypatch.setattr("pensieve.guard.limits.REFUSALS_PER_SECOND", 1 / 3600)
     monkeypatch.setattr("pensieve.guard.limits.PAUSE_SECONDS_MAX", 3600.0)
+    pauses = record_pauses(monkeypatch)
     with TokensRig(tmp_path, {"few": {"requests_per_second": 0.01}, "other": {}}) as rig:
 
         def get(tenant: str, timeout: float | None = None) -> Any:
@@ -269,10 +295,11 @@ def test_refusals_of_a_tenant_over_its_limits_are_delayed_and_other_tenants_do_n
 
         assert get("few").code() is grpc.StatusCode.NOT_FOUND  # the one request that was saved up
         waiting = get("few")
-        wait_for(lambda: rig.num_calls("few") == 1)
-        # Another tenant gets its answer. A caller with a short timeout is refused before the timeout.
+        wait_for(lambda: len(pauses) == 1)
         assert get("other").code() is grpc.StatusCode.NOT_FOUND
-        assert get("few", timeout=4.0).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # A caller with a timeout is refused after half of it.
+        assert get("few", TIMEOUT).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert pauses[-1] == pytest.approx(TIMEOUT / 2, rel=0.5)
         assert not waiting.done()
         assert waiting.cancel()
         wait_for(lambda: rig.num_calls("few") == 0)
@@ -283,6 +310,7 @@ def test_calls_of_a_tenant_in_debt_are_delayed_and_other_tenants_do_not_wait(
 ) -> None:
     monkeypatch.setattr("pensieve.guard.limits.CALLS_PER_SECOND", 1 / 3600)
     monkeypatch.setattr("pensieve.guard.limits.PAUSE_SECONDS_MAX", 3600.0)
+    pauses = record_pauses(monkeypatch)
     with TokensRig(tmp_path, {"owes": {"tokens_per_second": 0.001}, "other": {}}) as rig:
 
         def list_conversations(tenant: str, timeout: float | None = None) -> Any:
@@ -295,10 +323,11 @@ def test_calls_of_a_tenant_in_debt_are_delayed_and_other_tenants_do_not_wait(
             client.conversation("c").ask("hello", max_tokens=3, ignore_eos=True)
         wait_for(lambda: bool(rig.in_debt("owes")))
         waiting = list_conversations("owes")
-        wait_for(lambda: rig.num_calls("owes") == 1)
+        wait_for(lambda: len(pauses) == 1)
         assert list_conversations("other").result().conversations == []
-        # A call with a short timeout is answered before the timeout.
-        assert len(list_conversations("owes", timeout=4.0).result().conversations) == 1
+        # A call with a timeout is answered after half of it.
+        assert len(list_conversations("owes", TIMEOUT).result().conversations) == 1
+        assert pauses[-1] == pytest.approx(TIMEOUT / 2, rel=0.5)
         assert not waiting.done()
         assert waiting.cancel()
         wait_for(lambda: rig.num_calls("owes") == 0)
@@ -343,10 +372,11 @@ def test_a_client_can_reconnect_to_its_turn_while_its_broken_call_is_still_count
     slow = (*ECHO, "--seconds=0.005")
     with TokensRig(tmp_path, {"a": {"calls_max": 1, "turns_max": 1}}, slow) as rig:
         fields = {"sampling": pb.Sampling(max_tokens=80, ignore_eos=True), "request_id": "r1"}
-        first = rig.begin("a", "c", **fields)
-        second = rig.begin("a", "c", **fields)
-        with refused("calls_max"):
-            rig.begin("a", "c", **fields)
+        with stopped_engine(rig):
+            first = rig.begin("a", "c", **fields)
+            second = rig.begin("a", "c", **fields)
+            with refused("calls_max"):
+                rig.begin("a", "c", **fields)
         assert read_turn(second).completed.revision == 1
         assert read_turn(first).completed.revision == 1
 
@@ -365,17 +395,17 @@ def test_a_warm_counts_as_a_turn_and_its_tokens_are_charged(tmp_path: Path) -> N
                     client.conversation(name).ask("w " * 50, max_tokens=1)
                     rig.evict(name, tenant)
         with rig.client("a") as client:
-            client.conversation("c").warm()
-            for act in (
-                lambda: client.conversation("d").ask("hello", max_tokens=1),
-                lambda: client.conversation("d").warm(),
-            ):
-                with pytest.raises(QueueFull) as error:
-                    act()
-                assert error.value.limit == "turns_max"
-            assert client.conversation("c").ask("hello", max_tokens=1).text, (
-                "the turn that the warm is for must run"
-            )
+            with stopped_engine(rig):
+                client.conversation("c").warm()
+                for act in (
+                    lambda: client.conversation("d").ask("hello", max_tokens=1),
+                    lambda: client.conversation("d").warm(),
+                ):
+                    with pytest.raises(QueueFull) as error:
+                        act()
+                    assert error.value.limit == "turns_max"
+                turn = rig.begin("a", "c", SHORT)  # the warm is for this turn, so it must run
+            assert read_turn(turn).text
         with rig.client("b") as client:
             charges = rig.record_charges()
             client.conversation("c").warm()
@@ -386,14 +416,13 @@ def test_a_warm_counts_as_a_turn_and_its_tokens_are_charged(tmp_path: Path) -> N
 
 
 def test_warms_lost_with_the_engine_are_not_counted_any_more(tmp_path: Path) -> None:
-    slow = (*ECHO, "--seconds=0.2")
-    rig = TokensRig(tmp_path, {"a": {"turns_max": 1}}, slow, {"token_budget": "16"})
-    with rig, rig.client("a") as client:
+    with TokensRig(tmp_path, {"a": {"turns_max": 1}}) as rig, rig.client("a") as client:
         client.conversation("c").ask("w " * 100, max_tokens=1)
         rig.evict("c", "a")
-        client.conversation("c").warm()
-        assert rig.num_turns("a") == 1
-        os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)
+        with stopped_engine(rig):
+            client.conversation("c").warm()
+            assert rig.num_turns("a") == 1
+            os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts and rig.daemon.serving)
         assert client.conversation("d").ask("hello", max_tokens=1).revision == 1
 
@@ -552,16 +581,15 @@ def test_tenants_with_a_backlog_are_admitted_in_proportion_to_their_weights(tmp_
 
 def test_warms_count_against_the_limit_of_live_turns(tmp_path: Path) -> None:
     """A flood of warms must not fill the engine's queue, which is only as long as the daemon's limit."""
-    config = DaemonConfig(live_turns_max=2)
-    slow, written = (*ECHO, "--seconds=0.2"), {"token_budget": "16"}
-    with DaemonRig(tmp_path / "data", config=config, program=slow, written=written) as rig:
+    with DaemonRig(tmp_path / "data", config=DaemonConfig(live_turns_max=2)) as rig:
         for name in ("c", "d", "e"):
             rig.ask(name, "w " * 60, sampling=pb.Sampling(max_tokens=1))
             rig.admin.EvictConversation(admin_pb2.EvictConversationRequest(conversation_id=name))
-        for name in ("c", "d"):
-            rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id=name))
-        with pytest.raises(grpc.RpcError) as error:
-            rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="e"))
+        with stopped_engine(rig):
+            for name in ("c", "d"):
+                rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id=name))
+            with pytest.raises(grpc.RpcError) as error:
+                rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="e"))
         assert details(error.value)["ErrorInfo"].reason == "QUEUE_FULL"
         wait_for(lambda: rig.call(_num_warms(rig)) == 0)
         rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="e"))

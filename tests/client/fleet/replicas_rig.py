@@ -22,7 +22,7 @@ HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 HANG_SECONDS = 1.0  # timeout for the daemon that never answers
 # Between the turns on a and on b. It must exceed the time between the reads of their idle times.
-GAP_SECONDS = 3.0
+GAP_SECONDS = 10.0
 
 
 @dataclass

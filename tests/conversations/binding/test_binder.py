@@ -102,6 +102,13 @@ class Bindings:
 
         self.rig.call(drop())
 
+    def stop(self, bound: BoundTurn, keep_tokens: int) -> None:
+        async def stop() -> None:
+            self.rig.daemon.conversations.ends.stop(bound.live, keep_tokens)
+            await self.rig.daemon.conversations.followers.until_ended(bound.live)
+
+        self.rig.call(stop())
+
     @property
     def ids(self) -> list[str]:
         request = pb.ListConversationsRequest(page_size=1000)
@@ -505,11 +512,14 @@ def test_a_full_daemon_refuses_new_requests_and_answers_known_ones(
 
 def test_a_repeated_request_gets_the_same_turn(slow: Bindings) -> None:
     """Requests that were new, appended or forked are sent again, while they run and after they have ended."""
-    opening = stateless((Message("user", "One"),), request_id="first / ünïcode")
+    long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
+    opening = stateless((Message("user", "One"),), long, request_id="first / ünïcode")
     runs, attached = slow.begin(opening, 2), slow.begin(opening, 2)
     assert [each.how for each in attached] == [BindingKind.RETRIED, BindingKind.RETRIED]
     assert [each.live for each in attached] == [each.live for each in runs]
-    wait_for(lambda: all(each.live.finish for each in runs))
+    wait_for(lambda: all(each.live.num_tokens >= 4 for each in runs))
+    for each in runs:
+        slow.stop(each, keep_tokens=4)
     history = (*opening.messages, Message("assistant", runs[0].live.text))
     hows = {
         "Two": BindingKind.APPENDED,
