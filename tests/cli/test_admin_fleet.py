@@ -249,7 +249,8 @@ def started(world: Replicas, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "pensieve", "admin", *arguments),
-            *("--replicas", world.written(world.all), *WAIT),
+            *("--replicas", world.written(world.all)),
+            *("--wait", "3"),  # the daemons that answer must do so in this time
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
