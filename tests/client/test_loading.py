@@ -117,13 +117,16 @@ def test_a_turn_can_be_left_while_the_daemon_loads(tmp_path: Path) -> None:
 
 
 def test_a_timeout_during_loading_raises_the_loading_error(tmp_path: Path) -> None:
-    with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
-        assert not client.healthy()  # connects, so that the timeouts cover only the calls
-        # The timeouts are shorter than the pause before the next try.
+    # The pause before the next try is 60 s, longer than the timeouts.
+    retry = Retry(drawn=lambda: 59.0)
+    with (
+        loading(tmp_path / "data") as (rig, _),
+        Client(rig.server.address, retry=retry) as client,
+    ):
         with pytest.raises(errors.Loading, match="loading"):
-            client.conversation().ask("hello", timeout=0.9)
+            client.conversation().ask("hello", timeout=30)
         with pytest.raises(errors.Loading):
-            client.conversation().create(timeout=0.9)
+            client.conversation().create(timeout=30)
 
 
 # -- when and how long --
