@@ -1,7 +1,7 @@
 """Run `pensieve chat` in a pseudo-terminal, for tests that type, press Ctrl-C and read the screen.
 
-Only `read_until` reads from the screen. So, like a slow terminal, the screen may hold kilobytes that are not
-shown yet when a key is pressed.
+Only `read_until`, `shows` and `rest` read from the screen. So, like a slow terminal, the screen may hold
+kilobytes that are not shown yet when a key is pressed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,14 @@ class Terminal:
 
     def read_until(self, wanted: str, seconds: float = 60.0) -> str:
         """Return the output up to `wanted`. The rest stays unread."""
+        self.shows(wanted, seconds)
+        before, found, after = self._unread.partition(wanted.encode())
+        assert found, f"{wanted!r} does not appear: {self._unread.decode(errors='replace')!r}"
+        self._unread = after
+        return before.decode(errors="replace")
+
+    def shows(self, wanted: str, seconds: float) -> bool:
+        """Return whether `wanted` appears within this time. It stays unread."""
         end = time.monotonic() + seconds
         while wanted.encode() not in self._unread and time.monotonic() < end:
             if select.select([self._master], [], [], 0.2)[0]:
@@ -85,10 +93,7 @@ class Terminal:
                     self._unread += os.read(self._master, 1 << 16)
                 except OSError:  # no process has the terminal open
                     break
-        before, found, after = self._unread.partition(wanted.encode())
-        assert found, f"{wanted!r} does not appear: {self._unread.decode(errors='replace')!r}"
-        self._unread = after
-        return before.decode(errors="replace")
+        return wanted.encode() in self._unread
 
     def rest(self, seconds: float = 60.0) -> str:
         """Return the output until the program has ended."""

@@ -23,6 +23,7 @@ from pensieve.errors import DeadlineExceeded, Unavailable
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import conversation_pb2
 from tests.client.fleet.replicas_rig import Replicas, replicas_in
+from tests.conversations.rig_daemon import wait_for
 
 WAIT = ("--wait", "1")
 ROOT = Path(__file__).parents[2]
@@ -246,6 +247,7 @@ def test_invalid_fleet_flags_are_refused(
 
 
 def started(world: Replicas, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command that repeats its calls. A busy daemon may be late for one of them."""
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "pensieve", "admin", *arguments),
@@ -262,10 +264,12 @@ def started(world: Replicas, *arguments: str) -> subprocess.Popen[str]:
 def test_watch_prints_a_json_line_each_interval(world: Replicas) -> None:
     process = started(world, "watch", "--interval", "0.2")
     assert process.stdout is not None
-    for _ in range(3):
+    num_complete = 0
+    while num_complete < 3:
         found = json.loads(process.stdout.readline())
         answered = [each["answered"] for each in found["replicas"]]
-        assert answered == [True, True, True, False, False]
+        assert answered[3:] == [False, False]
+        num_complete += all(answered[:3])
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.strip()) == (130, "")
@@ -275,10 +279,13 @@ def test_metrics_of_all_replicas_are_served_at_one_address(world: Replicas) -> N
     process = started(world, "metrics", "--listen", "127.0.0.1:0")
     assert process.stdout is not None
     url = process.stdout.readline().split()[-1]
-    with urllib.request.urlopen(url, timeout=60) as response:
-        text = response.read().decode()
-    assert 'pensieve_replica_up{replica="a"} 1\n' in text
-    assert 'pensieve_replica_up{replica="hanging"} 0\n' in text
+
+    def scrape() -> str:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return str(response.read().decode())
+
+    wait_for(lambda: 'pensieve_replica_up{replica="a"} 1\n' in scrape())
+    assert 'pensieve_replica_up{replica="hanging"} 0\n' in scrape()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.strip()) == (130, "")

@@ -135,7 +135,7 @@ def test_a_turn_survives_kill_9_of_the_daemon(tmp_path: Path) -> None:
         talk = client.conversation("c")
         talk.ask("before", max_tokens=10)
         shown = ""
-        for number, event in enumerate(talk.send("hello", max_tokens=100, ignore_eos=True)):
+        for number, event in enumerate(talk.send("hello", max_tokens=400, ignore_eos=True)):
             shown = "" if isinstance(event, Restarted) else shown + str(event)
             if number == 5:
                 process.kill()

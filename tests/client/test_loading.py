@@ -72,13 +72,13 @@ def test_a_turn_survives_an_engine_restart_that_loads_for_long(tmp_path: Path) -
                 wait_for(lambda: rig.daemon.serving)
 
         with Client(rig.server.address, sleep=sleep) as client:
-            turn = client.conversation("c").send("hello", max_tokens=50, ignore_eos=True)
+            turn = client.conversation("c").send("hello", max_tokens=400, ignore_eos=True)
             events = [next(turn)]
             gate.unlink()
             os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)
             events += list(turn)
             assert sum(isinstance(event, Restarted) for event in events) == 1
-            assert (len(turn.reply.token_ids), turn.reply.revision) == (50, 1)
+            assert (len(turn.reply.token_ids), turn.reply.revision) == (400, 1)
     assert len(slept) >= MANY
 
 
@@ -117,11 +117,16 @@ def test_a_turn_can_be_left_while_the_daemon_loads(tmp_path: Path) -> None:
 
 
 def test_a_timeout_during_loading_raises_the_loading_error(tmp_path: Path) -> None:
-    with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
+    # The pause before the next try is 60 s, longer than the timeouts.
+    retry = Retry(drawn=lambda: 59.0)
+    with (
+        loading(tmp_path / "data") as (rig, _),
+        Client(rig.server.address, retry=retry) as client,
+    ):
         with pytest.raises(errors.Loading, match="loading"):
-            client.conversation().ask("hello", timeout=0.9)
+            client.conversation().ask("hello", timeout=30)
         with pytest.raises(errors.Loading):
-            client.conversation().create(timeout=0.9)
+            client.conversation().create(timeout=30)
 
 
 # -- when and how long --

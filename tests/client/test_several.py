@@ -432,9 +432,11 @@ def test_after_a_timeout_the_daemon_is_checked_before_the_next_call(
     fleet: Fleet, client: SyncCaller
 ) -> None:
     home = fleet.server_at(ranked("talk-0", fleet.addresses)[0])
+    client.ask("talk-0", "hello")  # connects, so that the timeout covers only the next call
+    fleet.forget_calls()
     home.hold(threading.Event())
     with pytest.raises(errors.DeadlineExceeded):
-        client.do(lambda c: c.conversation("talk-0").get(timeout=0.1))
+        client.do(lambda c: c.conversation("talk-0").get(timeout=1.0))
     assert client.states[home.address].state == "in doubt"
     client.ask("talk-0", "hello")
     assert home.names() == ["GetConversation", "Check", "SendMessage"]

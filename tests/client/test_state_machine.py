@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Delta, Reply, Restarted, Retry
 from pensieve.conversations.daemon_config import DaemonConfig
+from tests.client.test_leaving import await_ends_patiently
 from tests.conversations.proxy import Proxy
 from tests.conversations.rig_daemon import ECHO, DaemonRig
 from tests.scale import SCALE, SEED
@@ -270,7 +271,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonRig]:
 
 @pytest.mark.timeout(300 * SCALE)
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_each_acknowledged_turn_is_in_the_history_once(rig: DaemonRig, kind: type[Any]) -> None:
+def test_each_acknowledged_turn_is_in_the_history_once(
+    rig: DaemonRig, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await_ends_patiently(monkeypatch)
     ClientMachine.rig, ClientMachine.kind = rig, kind
     ClientMachine.happened.clear()
     run_state_machine_as_test(

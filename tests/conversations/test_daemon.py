@@ -18,7 +18,14 @@ from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details, read_turn, wait_for
+from tests.conversations.rig_daemon import (
+    ECHO,
+    DaemonRig,
+    details,
+    read_turn,
+    send_signal,
+    wait_for,
+)
 
 TOKENIZER = Tokenizer.load(MODEL_PATH)
 END_ID = 2
@@ -180,8 +187,9 @@ def test_after_an_engine_kill_a_retry_recomputes_the_history(slow: DaemonRig) ->
     slow.ask("killed", "one", sampling=pb.Sampling(max_tokens=40, ignore_eos=True))
     sampling = pb.Sampling(max_tokens=300, ignore_eos=True)
     running = slow.send("killed", "two", request_id="r2", sampling=sampling)
+    send_signal(slow.daemon.engine.pid, signal.SIGSTOP)  # so that the reply cannot end
     next(running)
-    os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
+    send_signal(slow.daemon.engine.pid, signal.SIGKILL)
     with pytest.raises(grpc.RpcError) as error:
         read_turn(running)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE

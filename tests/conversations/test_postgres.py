@@ -62,7 +62,7 @@ def test_ctrl_c_ends_a_daemon_that_waits_for_its_database(tmp_path: Path) -> Non
         assert daemon.stderr is not None
         assert any("cannot reach the database" in line for line in daemon.stderr)
         daemon.send_signal(signal.SIGINT)
-        assert daemon.wait(10) == 130
+        assert daemon.wait(PATIENCE_SECONDS) == 130
 
 
 @pytest.mark.executed  # /proc shows the fork server's environment for forked processes

@@ -23,11 +23,19 @@ from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 from tests.conversations.rig_daemon import ECHO, wait_for
 
 CHAT = "/v1/chat/completions"
+LONG = 50_000
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[HttpRig]:
     with http_rig(tmp_path / "data") as found:
+        yield found
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[HttpRig]:
+    """A daemon that needs minutes for LONG tokens."""
+    with http_rig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as found:
         yield found
 
 
@@ -311,15 +319,15 @@ def test_a_body_counts_towards_memory_limits_until_its_stream_ends(server: HttpR
     wait_for(lambda: not incoming.bytes_held[""])
 
 
-def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(server: HttpRig) -> None:
+def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(slow: HttpRig) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 2000,
+        "max_tokens": LONG,
         "ignore_eos": True,
         "stream": True,
     }
-    connection = server.connection()
+    connection = slow.connection()
     connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     named = answer.headers["x-pensieve-conversation-id"]
@@ -331,30 +339,30 @@ def test_a_disconnect_ends_the_turn_and_stores_the_sent_text(server: HttpRig) ->
             text += delta.get("content") or ""
     answer.close()
     connection.close()
-    wait_for(lambda: server.rig.num_live == 0)
-    _, reply = server.rig.messages(named)
+    wait_for(lambda: slow.rig.num_live == 0)
+    _, reply = slow.rig.messages(named)
     assert reply.content.startswith(text)
-    assert reply.num_tokens < 2000
+    assert reply.num_tokens < LONG
 
 
-def test_a_disconnect_before_the_first_token_stores_no_messages(server: HttpRig) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3000}
-    connection = server.connection()
+def test_a_disconnect_before_the_first_token_stores_no_messages(slow: HttpRig) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": LONG}
+    connection = slow.connection()
     connection.request(
         "POST",
         CHAT,
         json.dumps({**body, "ignore_eos": True}),
         {"content-type": "application/json"},
     )
-    wait_for(lambda: server.rig.num_live == 1)
+    wait_for(lambda: slow.rig.num_live == 1)
     connection.close()
-    wait_for(lambda: server.rig.num_live == 0)
+    wait_for(lambda: slow.rig.num_live == 0)
 
     async def conversations() -> Any:
-        daemon = server.rig.daemon
+        daemon = slow.rig.daemon
         return await daemon.threads.in_read_thread("", daemon.reader.list_conversations, 10, "")
 
-    found = server.rig.call(conversations()).conversations
+    found = slow.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)
 
 

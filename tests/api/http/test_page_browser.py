@@ -21,13 +21,14 @@ from pensieve.guard import callers
 from pensieve.launch.model_folder import model_name
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import HttpRig, http_rig
-from tests.conversations.rig_daemon import ECHO
+from tests.conversations.rig_daemon import ECHO, wait_for
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", exc_type=ImportError)
 sync_api = pytest.importorskip("playwright.sync_api", exc_type=ImportError)
 pytestmark = pytest.mark.needs("browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 expect = sync_api.expect
+expect.set_options(timeout=30_000)  # for busy machines
 
 WIDE, PHONE = (1440, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}
@@ -148,6 +149,11 @@ def sample(page: Any, **sampling: Any) -> None:
 def endless(page: Any) -> None:
     """Let replies run until they are stopped."""
     sample(page, ignore_eos=True, max_tokens=5000)
+
+
+def wait_for_routes(page: Any, held: list[Any]) -> None:
+    """Wait until the page has made a request that a route of the test appends to `held`."""
+    wait_for(lambda: held or page.wait_for_timeout(20))
 
 
 def lose_answer(route: Any) -> None:
@@ -328,7 +334,7 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
         page.click(f'#list .open[data-id="{first}"]')
         page.fill("#text", "Who are you?")
         page.press("#text", "Enter")
-        page.wait_for_timeout(200)
+        wait_for_routes(page, held)
         held[0].continue_()
         expect(shown_row(page)).to_have_attribute("data-id", first)
         expect(page.locator("article.reply .cost")).to_have_count(2)
@@ -338,7 +344,7 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
         page.click(f'#list .open[data-id="{second}"]')
         page.fill("#text", "Not for the first.")
         page.press("#text", "Enter")
-        page.wait_for_timeout(200)
+        wait_for_routes(page, held)
         held[0].abort()
         expect(page.locator(".problem")).to_be_visible()
         expect(page.locator("#text")).to_have_value("")  # the shown conversation has no draft
@@ -1017,7 +1023,7 @@ def test_a_refused_message_and_the_next_draft_are_kept(browser: Any, slow: HttpR
             page.press("#text", "Enter")
             expect(page.locator("#text")).to_have_value("")
             page.fill("#text", "The next one.")
-            page.wait_for_timeout(200)
+            wait_for_routes(page, held)
             held.pop().fulfill(status=503, json=refusal)
             expect(page.locator("#text")).to_have_value("Refused.\n\nThe next one.")
             page.unroute(SEND)
@@ -1050,10 +1056,11 @@ def test_a_refused_message_leaves_the_draft_of_the_next_conversation(
         expect(field).to_have_value("")
         row.click()
         expect(field).to_have_value("For this conversation.")
-        page.wait_for_timeout(200)
+        wait_for_routes(page, refused)
         refused.pop().fulfill(status=503, json=refusal)
         expect(page.get_by_role("alert")).to_be_visible()
         expect(field).to_have_value("For this conversation.")
+        wait_for_routes(page, loading)
         loading.pop().continue_()
         expect(shown_row(page)).to_have_text("opened meanwhile")
         expect(field).to_have_value("For this conversation.")
@@ -1147,15 +1154,20 @@ def test_a_conversation_that_was_deleted_elsewhere(browser: Any, slow: HttpRig) 
 
 def test_a_deletion_on_the_page_ends_the_running_reply(browser: Any, slow: HttpRig) -> None:
     answers: list[Any] = []
+    ended: list[Any] = []
     with open_page(browser, slow, is_quiet=False) as page:
         endless(page)
         page.fill("#text", "To be deleted.")
-        page.press("#text", "Enter")
+        with page.expect_request(SEND) as sent:
+            page.press("#text", "Enter")
+        page.on("requestfinished", lambda each: ended.append(each))
         expect(page.locator("article.reply .text")).not_to_be_empty()
         page.route("**/DeleteConversation", lambda route: answers.append((route, route.fetch())))
         row_act(page, "To be deleted.", "Delete")
         page.click("#ask-yes")
-        page.wait_for_timeout(500)  # the reply ends before the deletion is answered
+        wait_for_routes(page, answers)
+        # The reply ends before the deletion is answered.
+        wait_for(lambda: sent.value in ended or page.wait_for_timeout(20))
         route, answered = answers.pop()
         route.fulfill(response=answered)
         expect(page.locator(".welcome")).to_be_visible()
@@ -1355,6 +1367,7 @@ def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRi
         page.reload()
         page.press("#text", "Enter")
         expect(page.get_by_role("alert")).to_contain_text("This conversation is loading.")
+        wait_for_routes(page, held)
         held.pop().continue_()
         expect(shown_row(page)).to_have_text("Hello.")
         expect(page.get_by_role("alert")).to_have_count(0)
@@ -1363,6 +1376,7 @@ def test_a_message_waits_while_its_conversation_loads(browser: Any, slow: HttpRi
         assert user_messages(page) == ["Hello.", "For this conversation."]
         page.reload()
         page.click("#new")  # before the list is loaded
+        wait_for_routes(page, held)
         held.pop().continue_()
         expect(page.locator("#list")).to_contain_text("Hello.")
         page.wait_for_timeout(300)

@@ -226,6 +226,7 @@ def test_a_background_response_can_be_cancelled(server: HttpRig, client: openai.
 def test_a_background_response_fails_if_the_daemon_stops(tmp_path: Path) -> None:
     data = tmp_path / "data"
     body = {"model": MODEL, "input": "Count.", "background": True, "ignore_eos": True}
+    body["max_output_tokens"] = 4000  # more than the model computes until the daemon has stopped
     with http_rig(data, model=True) as server:
         made = server.ask("POST", "/v1/responses", body).value
         path = f"/v1/responses/{made['id']}"

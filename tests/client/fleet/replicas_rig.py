@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pensieve.client.fleet import FixedReplicas, Fleet, Replica
+import pytest
+
+from pensieve.client.fleet import FixedReplicas, Fleet, Replica, ReplicaAnswer, asking
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig
@@ -21,6 +23,7 @@ T = TypeVar("T")
 HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 HANG_SECONDS = 1.0  # timeout for the daemon that never answers
+ALIVE_SECONDS = 60.0  # at least, for the others: they may be slow on a busy machine
 # Between the turns on a and on b. It must exceed the time between the reads of their idle times.
 GAP_SECONDS = 10.0
 
@@ -45,6 +48,20 @@ def replica_at(name: str, data: Path) -> Replica:
     return Replica(name, f"unix:{data / 'admin.sock'}")
 
 
+def patient_with_all_but(hanging: Replica) -> Callable[..., Awaitable[ReplicaAnswer[T]]]:
+    """Return an `asking._ask` in which a short timeout applies only to this replica."""
+    ask = asking._ask
+
+    async def patient_ask(
+        replica: Replica, call: Callable[[Replica, float], Awaitable[T]], seconds: float
+    ) -> ReplicaAnswer[T]:
+        if replica.address != hanging.address:
+            seconds = max(seconds, ALIVE_SECONDS)
+        return await ask(replica, call, seconds)
+
+    return patient_ask
+
+
 @contextmanager
 def replicas_in(folder: Path) -> Iterator[Replicas]:
     """Start the daemons: `a` serves x and y, then `b` serves x and z. `c` serves nothing."""
@@ -54,19 +71,17 @@ def replicas_in(folder: Path) -> Iterator[Replicas]:
             config = DaemonConfig(grace_seconds=0.2, replica=name, history=HISTORY)
             rigs[name] = stack.enter_context(DaemonRig(folder / name, config=config))
             alive.append(replica_at(name, folder / name))
-        hanging = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = hanging.getsockname()[1]
+        port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
         for name, conversation_id in (("a", "x"), ("a", "y")):
             rigs[name].ask(conversation_id, "one two three", sampling=SHORT)
         time.sleep(GAP_SECONDS)
         for name, conversation_id in (("b", "x"), ("b", "z")):
             rigs[name].ask(conversation_id, "one two three", sampling=SHORT)
-        yield Replicas(
-            rigs,
-            tuple(alive),
-            Replica("dead", f"127.0.0.1:{free_port()}"),
-            Replica("hanging", f"127.0.0.1:{port}"),
-        )
+        hanging = Replica("hanging", f"127.0.0.1:{port}")
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        patched.setattr(asking, "_ask", patient_with_all_but(hanging))
+        dead = Replica("dead", f"127.0.0.1:{free_port()}")
+        yield Replicas(rigs, tuple(alive), dead, hanging)
 
 
 def run_with_fleet(
