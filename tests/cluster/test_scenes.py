@@ -21,7 +21,7 @@ from tests.cluster.sharing import history, on_both
 from tests.cluster.world import Kind, World
 from tests.loop_thread import LoopThread
 
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 5.0  # longer than a slow machine pauses
 ECHO_MODEL = "echo (arithmetic instead of a model)"
 LASTING = 5000  # tokens of a turn that lasts until it is cancelled
 LONG = 400  # tokens of a turn that lasts some seconds

@@ -43,7 +43,7 @@ def retry(act):
         except StoreUnavailable:
             time.sleep(0.01)
 
-store = ConversationStore.open(Path(sys.argv[1]), "pensieve test", url=sys.argv[2])
+store = retry(lambda: ConversationStore.open(Path(sys.argv[1]), "pensieve test", url=sys.argv[2]))
 names = [f"c{number}" for number in range(4)]
 for name in names:
     create(store, name, user("head", 1))
