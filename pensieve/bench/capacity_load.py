@@ -11,7 +11,6 @@ begins with the conversations of a shorter load.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Sequence
@@ -120,13 +119,20 @@ async def play(
     async def run_conversation(client: AsyncClient, number: int, script: Script) -> None:
         await asyncio.sleep(script.arrives_at)
         conversation = client.conversation(f"capacity-{time.time_ns()}-{number}")
+        is_stored = False
         try:
             for message in script.turns:
                 await asyncio.sleep(message.think_seconds)
                 await run_turn(conversation, message.text)
+                is_stored = True
         finally:
-            with contextlib.suppress(NotFound):  # it was cut off before its first message arrived
+            try:
                 await conversation.delete()
+            except NotFound:
+                if (
+                    is_stored
+                ):  # otherwise the load may have been cut off before the conversation began
+                    raise
 
     async with AsyncClient(address) as client:
         tasks = [

@@ -315,7 +315,7 @@ class KVCache:
         turn.completed.clear()
 
     def discard(self, turn: Turn, now: float) -> list[Chunk]:
-        """Drop the chunks that a failed turn has computed, for all holders. Return the chunks.
+        """Drop the chunks that a failed turn has computed, and copies, for all holders. Return the chunks.
 
         Also drop the chunks that only the turn's conversation holds, because they may have caused the
         failure. If chunks are found by content, drop the turn's whole context. A chunk with wrong KV would
@@ -327,7 +327,7 @@ class KVCache:
             if turn.identities is not None
             or (chunk.branch is not None and len(chunk.branch.holders) == 1)
         ]
-        suspects = list(dict.fromkeys((*turn.written, *used)))
+        suspects = list(dict.fromkeys((*turn.discard_if_failed, *used)))
         for chunk in suspects:
             if chunk.identity is not None:
                 self.content.forget(chunk)

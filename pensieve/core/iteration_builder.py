@@ -254,7 +254,7 @@ class IterationBuilder:
                 num_ranges += 1
             taken = min(base + limit - position, left)
             self.filled_before.setdefault(chunk, chunk.filled)
-            turn.written[chunk] = None
+            turn.discard_if_failed[chunk] = None
             chunk.filled += taken
             if chunk.filled == size:
                 self._complete(turn, chunk)

@@ -290,7 +290,7 @@ class Scheduler:
                     if not self._extend(turn, now):
                         builder.require_pages(1)
                         continue
-                    turn.written[turn.chunks[-1]] = None
+                    turn.discard_if_failed[turn.chunks[-1]] = None
                 builder.decode(turn, num_tokens)
         return prefills
 
@@ -405,11 +405,12 @@ class Scheduler:
         turn.move_to(TurnState.RUNNING)
         self.running[turn.attempt_id] = turn
         if admission.copied is not None:
-            # If a turn that uses the source chunk fails, the copied chunk is discarded, too.
+            # If a turn that uses the source chunk fails, the copy is discarded, even if the source is kept
+            # because other conversations hold it.
             source, target = admission.copied
             for other in self._turns.values():
-                if source in other.written or other.has_chunk(source):
-                    other.written[target] = None
+                if source in other.discard_if_failed or other.has_chunk(source):
+                    other.discard_if_failed[target] = None
         return admission
 
     def _plan_streamed(self, builder: IterationBuilder, blocked: BlockedTurns, now: float) -> None:
@@ -588,7 +589,7 @@ class Scheduler:
                 self.streaming.committed(builder, seconds)
 
     def _discard(self, turn: Turn, now: float) -> None:
-        """Drop the chunks that the turn has computed, for every turn that uses them."""
+        """Drop the chunks that the turn has computed, and copies of them, for every turn that uses them."""
         for chunk in self.cache.discard(turn, now):
             for other in self.running.values():
                 if other.has_chunk(chunk):
@@ -644,7 +645,7 @@ class Scheduler:
             self.queued.remove(turn)
         turn.move_to(TurnState.FINISHED)
         self.queued.end(turn)
-        turn.written.clear()
+        turn.discard_if_failed.clear()
         del self._turns[turn.attempt_id]
         self._num_background -= turn.is_background
         if former_state is not TurnState.RUNNING and turn.log_tokens is not None:

@@ -133,8 +133,8 @@ class Turn:
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # chunks of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # host pages if `streamed`
-    # Chunks to discard if it fails: those that it has computed in part, and copies of its chunks.
-    written: dict[Chunk, None] = field(default_factory=dict)
+    # Chunks that it has computed in part, and copies that other turns made of its chunks while it ran.
+    discard_if_failed: dict[Chunk, None] = field(default_factory=dict)
     # Chunks that collected iterations have completed, with their generations; see `ContentIndex`.
     completed: list[tuple[Chunk, int]] = field(default_factory=list)
     num_uncommitted: int = 0  # launched iterations with a slice of this turn

@@ -85,7 +85,7 @@ class Terminal:
         return before.decode(errors="replace")
 
     def shows(self, wanted: str, seconds: float) -> bool:
-        """Return whether `wanted` appears within this time. It stays unread."""
+        """Return whether `wanted` appears within this time. The output stays unread."""
         end = time.monotonic() + seconds
         while wanted.encode() not in self._unread and time.monotonic() < end:
             if select.select([self._master], [], [], 0.2)[0]:

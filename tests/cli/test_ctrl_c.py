@@ -162,7 +162,7 @@ def test_a_later_press_gives_up_on_a_daemon_that_does_not_stop(tmp_path: Path) -
             time.sleep(TYPING_SECONDS)
             for _ in range(30):  # until a press comes PATIENCE_SECONDS after the first
                 terminal.type(CTRL_C)
-                if terminal.shows("! ", 1.0):
+                if terminal.shows("! ", 4.0):
                     break
             terminal.read_until("! ")
             os.kill(daemon.process.pid, signal.SIGCONT)

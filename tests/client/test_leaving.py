@@ -186,7 +186,7 @@ def test_ask_with_keep_partial_keeps_the_delivered_text(rig: DaemonRig) -> None:
         talk = client.conversation()
         assert client.healthy()  # connects, so that the timeout covers only the turn
         with pytest.raises(errors.DeadlineExceeded, match="the delivered part"):
-            talk.ask("hello", max_tokens=90_000, ignore_eos=True, timeout=3, keep_partial=True)
+            talk.ask("hello", max_tokens=90_000, ignore_eos=True, timeout=8, keep_partial=True)
         assert [message.finish_reason for message in talk.messages()] == ["", "cancelled"]
 
 

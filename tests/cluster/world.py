@@ -126,6 +126,7 @@ class Part:
         while True:
             self.pause()
             while not is_stopped(pid):
+                assert self.is_running, f"{self.name} has ended"
                 time.sleep(0.001)
             if holder_of_lock(lock) != pid:
                 return

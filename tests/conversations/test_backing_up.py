@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shlex
@@ -25,6 +24,7 @@ from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import LOCK_NAME, points, restore
+from pensieve.store.shared_file import holder_of_lock
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.sharing import needs_sqlite
@@ -284,13 +284,16 @@ class SharingDaemon:
         with Client(self.address) as client:
             client.conversation("tea").ask(text, max_tokens=2)
 
-    def stop_between_backups(self, folder: Path) -> None:
-        """Stop the process (SIGSTOP) while it does not hold the lock of the backup folder."""
+    def stop_between_writes(self, folder: Path) -> None:
+        """Stop the process (SIGSTOP) while it writes neither a backup nor the history.
+
+        The other daemon would wait for the lock of the backup, or kill the writer of the history.
+        """
         while True:
             self.process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-            with (folder / LOCK_NAME).open() as lock, contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks = (folder / LOCK_NAME, folder.parent / "history.db.write")
+            if self.process.pid not in map(holder_of_lock, locks):
                 return
             self.process.send_signal(signal.SIGCONT)
             time.sleep(0.01)
@@ -314,7 +317,7 @@ def test_another_daemon_takes_over_the_backup_of_a_shared_file(
         wait_for(lambda: num_messages(folder, restored) == 2)
         assert len(points(folder)) == 1
         if how == signal.SIGSTOP:
-            one.stop_between_backups(folder)
+            one.stop_between_writes(folder)
         else:
             one.process.send_signal(how)
             one.process.wait()
@@ -323,6 +326,7 @@ def test_another_daemon_takes_over_the_backup_of_a_shared_file(
         wait_for(lambda: num_messages(folder, restored) == 4)
         assert len(points(folder)) == 2
         if how == signal.SIGSTOP:
+            assert one.process.poll() is None
             one.process.send_signal(signal.SIGCONT)
             two.say("and again")
             wait_for(lambda: num_messages(folder, restored) == 6)

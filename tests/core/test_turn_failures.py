@@ -111,7 +111,7 @@ def test_a_copy_of_a_chunk_that_a_failed_turn_has_only_read_is_not_trusted() -> 
     a = world.ask("a", 1, 9)
     world.next()
     source = world.chunks("a")[2]
-    assert source not in a.written
+    assert source not in a.discard_if_failed
     assert source.device_page is not None
     world.executor.spoil(world.executor.device, source.device_page, 0)
     b = world.ask("b", 9)

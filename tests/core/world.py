@@ -496,7 +496,7 @@ class World:
             turn = self.scheduler.turn(piece.attempt_id)
             assert turn is not None
             own = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
-            repaired = [c for c in turn.chunks if c in turn.written and c not in own]
+            repaired = [c for c in turn.chunks if c in turn.discard_if_failed and c not in own]
             at_risk = [chunk for chunk in repaired if chunk in moving]
             likely = max(self.shape.spoiling, 0.7 if at_risk else 0.0)
             suspects = at_risk or [*own, *repaired]

@@ -212,6 +212,7 @@ class Process:
         """Stop the process between two writes, and let it continue at the end."""
         self.put("stop_between_writes")
         while not is_stopped(self.child.pid):
+            assert self.child.poll() is None, "the process has ended"
             time.sleep(0.01)
         yield
         self.resume()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -313,7 +314,7 @@ def test_a_commit_after_its_connection_was_lost_leaves_no_running_turn(
 
     def lose() -> None:
         while not execute_separately(committing).fetchall():
-            pass
+            time.sleep(0.01)
         connection = lanes_of(store).writers[1]._wire.conn  # type: ignore[union-attr]
         with socket.socket(fileno=os.dup(connection.fileno())) as cut:
             cut.shutdown(socket.SHUT_RDWR)
@@ -324,7 +325,7 @@ def test_a_commit_after_its_connection_was_lost_leaves_no_running_turn(
     store.changes.set_metadata("cup", {"a": 1})
     execute_separately("SELECT pg_advisory_unlock(77)")
     while execute_separately(committing).fetchall():
-        pass
+        time.sleep(0.01)
     execute_separately("DROP TRIGGER slow ON turns")
     say(store, "tea", "r2", user("hi", 1), reply("hello", 2))
 

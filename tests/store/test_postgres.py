@@ -100,7 +100,7 @@ def wait_until_disconnected(postgres: PostgresServer, url: str) -> None:
         " AND backend_type = 'client backend'"
     )
     while postgres.execute(sessions):
-        pass
+        time.sleep(0.01)
 
 
 def test_exclusive_access_is_refused_while_others_are_connected_and_names_them(

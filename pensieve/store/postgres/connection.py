@@ -470,7 +470,7 @@ class PostgresWriter:
             try:
                 return self.address.connect(self._claim.name, *seconds)
             except self.address.driver.OperationalError as error:
-                # One try may take the whole time, so there are at least two.
+                # There are at least two tries, because a slow one may take the whole time.
                 is_over = is_waiting and time.monotonic() >= end
                 if is_over or not (is_start and _is_server_down(error)):
                     raise

@@ -220,7 +220,7 @@ class Call:
 
 def test_an_unfinished_body_times_out_and_frees_its_slot() -> None:
     async def run() -> None:
-        incoming = IncomingBodies(known=BodyLimits(receiving_max=2, seconds=1.0))
+        incoming = IncomingBodies(known=BodyLimits(receiving_max=2, seconds=4.0))
         calls = [Call() for _ in range(2)]
         stuck = [asyncio.ensure_future(incoming.body(call, "a")) for call in calls]
         while not all(call.is_read for call in calls):

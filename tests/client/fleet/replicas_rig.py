@@ -23,7 +23,7 @@ T = TypeVar("T")
 HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 HANG_SECONDS = 1.0  # timeout for the daemon that never answers
-ALIVE_SECONDS = 60.0  # at least, for the others: they may be slow on a busy machine
+ALIVE_SECONDS = 60.0  # minimum for the other daemons, which may be slow on a busy machine
 # Between the turns on a and on b. It must exceed the time between the reads of their idle times.
 GAP_SECONDS = 10.0
 
