@@ -119,19 +119,18 @@ async def play(
     async def run_conversation(client: AsyncClient, number: int, script: Script) -> None:
         await asyncio.sleep(script.arrives_at)
         conversation = client.conversation(f"capacity-{time.time_ns()}-{number}")
-        is_stored = False
+        has_answer = False
         try:
             for message in script.turns:
                 await asyncio.sleep(message.think_seconds)
                 await run_turn(conversation, message.text)
-                is_stored = True
+                has_answer = True
         finally:
             try:
                 await conversation.delete()
             except NotFound:
-                if (
-                    is_stored
-                ):  # otherwise the load may have been cut off before the conversation began
+                # The load may have been cut off before the conversation began.
+                if has_answer:
                     raise
 
     async with AsyncClient(address) as client:

@@ -315,7 +315,7 @@ class KVCache:
         turn.completed.clear()
 
     def discard(self, turn: Turn, now: float) -> list[Chunk]:
-        """Drop the chunks that a failed turn has computed, and copies, for all holders. Return the chunks.
+        """Drop a failed turn's `discard_if_failed`, for all holders. Return the dropped chunks.
 
         Also drop the chunks that only the turn's conversation holds, because they may have caused the
         failure. If chunks are found by content, drop the turn's whole context. A chunk with wrong KV would

@@ -56,6 +56,19 @@ class Kind:
         return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
 
 
+def stop_without_locks(process: subprocess.Popen[Any], *locks: Path) -> None:
+    """Stop the process (SIGSTOP) while it holds none of these locks."""
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        while not is_stopped(process.pid):
+            assert process.poll() is None, "the process has ended"
+            time.sleep(0.001)
+        if process.pid not in map(holder_of_lock, locks):
+            return
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.01)
+
+
 class CannotStart(AssertionError):
     """The history could not be opened."""
 
@@ -122,16 +135,7 @@ class Part:
     def pause_between_writes(self, database: Path) -> None:
         """Pause the process, but not during a write: other daemons kill a process that pauses then."""
         assert self._process is not None
-        pid, lock = self._process.pid, database.with_name(f"{database.name}.write")
-        while True:
-            self.pause()
-            while not is_stopped(pid):
-                assert self.is_running, f"{self.name} has ended"
-                time.sleep(0.001)
-            if holder_of_lock(lock) != pid:
-                return
-            self.go_on()
-            time.sleep(0.01)
+        stop_without_locks(self._process, database.with_name(f"{database.name}.write"))
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)

@@ -24,10 +24,10 @@ from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import LOCK_NAME, points, restore
-from pensieve.store.shared_file import holder_of_lock
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.sharing import needs_sqlite
+from tests.cluster.world import stop_without_locks
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "backup.md"
@@ -289,14 +289,7 @@ class SharingDaemon:
 
         The other daemon would wait for the lock of the backup, or kill the writer of the history.
         """
-        while True:
-            self.process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-            locks = (folder / LOCK_NAME, folder.parent / "history.db.write")
-            if self.process.pid not in map(holder_of_lock, locks):
-                return
-            self.process.send_signal(signal.SIGCONT)
-            time.sleep(0.01)
+        stop_without_locks(self.process, folder / LOCK_NAME, folder.parent / "history.db.write")
 
     def end(self) -> None:
         self.process.kill()

@@ -57,7 +57,7 @@ class OwnerLookup(Protocol):
     async def take(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
         """Like `claim`, for an owner that cannot be reached.
 
-        A conversation is taken even while the owner's lease is valid, unless the owner runs a turn of it.
+        A conversation is taken even while the owner's lease is valid, unless the owner runs one of its turns.
         """
 
 
